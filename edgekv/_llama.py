@@ -1,0 +1,117 @@
+"""The only module that imports llama_cpp: the low-level names, one log route, one guard for Ctrl-C.
+
+Everything above talks to llama.cpp through ``lib`` (the ctypes names of ``llama_cpp.llama_cpp``), never through
+``llama_cpp.Llama``: that class owns positions itself, drops cells of other sequences and cannot set ``kv_unified``.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
+
+import llama_cpp.llama_cpp as _lib
+
+lib: Any = _lib  # the ctypes names carry no usable types
+
+#: ggml.h type ids of the KV cache types
+KV_TYPE_IDS: Final[dict[str, int]] = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
+
+log: Final = logging.getLogger("edgekv.llama")
+
+
+# llama.h's enum ggml_log_level -> logging; 5 continues the message before it.
+_LEVELS: Final = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
+_LEVEL_CONTINUED: Final = 5
+
+_recent: collections.deque[str] = collections.deque(maxlen=20)
+_start_lock = threading.Lock()
+_started = False
+_level = logging.DEBUG
+
+
+def _on_log(level: int, text: bytes, _user: object) -> None:
+    global _level
+    if level != _LEVEL_CONTINUED:
+        _level = _LEVELS.get(level, logging.DEBUG)
+    if _level < logging.WARNING and not log.isEnabledFor(_level):
+        return
+    line = text.decode("utf-8", "replace").rstrip()
+    if not line:
+        return
+    if _level >= logging.WARNING:
+        _recent.append(line)
+    # A model's own oddities (missing keys, unusual sizes) are warnings to llama.cpp, talk to us.
+    log.log(logging.DEBUG if _level == logging.WARNING else _level, line)
+
+
+_callback = _lib.llama_log_callback(_on_log)  # kept: a collected callback is a crash at the next log line
+
+
+def start() -> None:
+    """Load the backends once a process and route the native log to ``logging.getLogger("edgekv.llama")``."""
+    global _started
+    with _start_lock:
+        if _started:
+            return
+        missing = [name for name in _NEEDED if not hasattr(_lib, name)]
+        if missing:
+            raise ImportError(
+                f"this llama-cpp-python lacks {', '.join(missing)}; edgekv needs 0.3.36 or a later version with "
+                "the llama_memory_* calls: pip install 'llama-cpp-python>=0.3.36'"
+            )
+        log.addHandler(logging.NullHandler())
+        lib.llama_log_set(_callback, ctypes.c_void_p(0))
+        lib.llama_backend_init()
+        _started = True
+
+
+_NEEDED: Final = tuple(
+    f"llama_memory_{verb}" for verb in ("clear", "seq_rm", "seq_cp", "seq_add", "seq_pos_max", "can_shift")
+) + ("llama_get_memory", "llama_state_seq_get_data", "llama_state_seq_set_data", "llama_model_is_hybrid")
+
+
+def json_schema_to_gbnf(schema: str) -> str:
+    """llama-cpp-python's converter; raises whatever it stumbles over."""
+    from llama_cpp.llama_grammar import json_schema_to_gbnf as convert
+
+    return str(convert(schema))
+
+
+def last_messages(limit: int = 2) -> str:
+    """The newest native warnings and errors, for the text of an exception ('' when there were none)."""
+    return " | ".join(list(_recent)[-limit:])
+
+
+def forget_messages() -> None:
+    """Start a new page, so that :func:`last_messages` speaks of the call that follows."""
+    _recent.clear()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the block ends, so that native cells and the ledger change together or not at all.
+
+    Python runs signal handlers between bytecodes of the main thread, so only the main thread needs this.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):  # SIG_IGN, SIG_DFL or a handler from C: nothing of Python's to hold back
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if arrived:
+            before(*arrived[0])

@@ -1,0 +1,92 @@
+"""What a model's memory can do, asked once, before anything is touched; each answer with its reason.
+
+The rules restate what llama.cpp does (llama-kv-cache.cpp, llama-memory-hybrid.cpp): a recurrent or hybrid memory
+answers True to a middle ``seq_rm`` and keeps the text, so its bool is never asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One answer: ``bool(capability)`` is the yes or no."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """mask: hide a middle span; close_gaps: move positions; park: take K/V out and back; rewind: drop the tail."""
+
+    mask: Capability
+    close_gaps: Capability
+    park: Capability
+    rewind: Capability
+
+    def as_dict(self) -> dict[str, dict[str, bool | str]]:
+        return {name: {"ok": c.ok, "reason": c.reason} for name, c in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class MemoryKind:
+    """The facts the answers follow from."""
+
+    arch: str
+    recurrent: bool
+    hybrid: bool
+    mrope: bool
+    can_shift: bool
+    rescales: bool  # a shift would rescale every K row (YaRN, attn_factor other than 1)
+
+
+# Their caches compress across tokens: a partial seq_cp aborts the process.
+_NO_PARTIAL_COPY: Final = frozenset({"deepseek4"})
+
+_M_ROPE = "positions have several components (M-RoPE), which llama.cpp cannot shift; gaps are kept"
+_YARN = "RoPE is scaled by YaRN or an attention factor: a shift would rescale every K row; gaps are kept"
+
+
+def answer(kind: MemoryKind) -> Capabilities:
+    """The four answers for a memory of that kind."""
+    state = _keeps_state(kind)
+    if state:
+        no = Capability(False, state)
+        return Capabilities(no, no, no, no)
+    copy = Capability(True, "attention cells can be hidden and shown one by one")
+    return Capabilities(copy, _close_gaps(kind), copy, Capability(True, "the last cells can be dropped"))
+
+
+def _keeps_state(kind: MemoryKind) -> str:
+    if kind.recurrent:
+        return f"{kind.arch} is recurrent: its state has no cell a token, so nothing can be taken out of it"
+    if kind.hybrid:
+        return f"{kind.arch} is hybrid: its attention cells could go, its recurrent state would keep the text"
+    if kind.arch in _NO_PARTIAL_COPY:
+        return f"{kind.arch} compresses its cache across tokens: no part of it can be copied or hidden"
+    return ""
+
+
+def _close_gaps(kind: MemoryKind) -> Capability:
+    if kind.mrope:
+        return Capability(False, _M_ROPE)
+    if kind.rescales:
+        return Capability(False, _YARN)
+    if not kind.can_shift:
+        return Capability(False, f"llama.cpp cannot shift positions of {kind.arch}; gaps are kept")
+    return Capability(True, "RoPE can be shifted")
+
+
+def rescales(arch: str, metadata: Mapping[str, str]) -> bool:
+    """Whether the metadata asks for YaRN or an attention factor, which llama.cpp applies again at every shift."""
+    if metadata.get(f"{arch}.rope.scaling.type", "none") == "yarn":
+        return True
+    factors = (metadata.get(f"{arch}.rope.scaling.{name}") for name in ("attn_factor", "yarn_attn_factor"))
+    return any(factor is not None and float(factor) != 1.0 for factor in factors)

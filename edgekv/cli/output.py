@@ -1,0 +1,195 @@
+"""What all commands print with: results on stdout, talk on stderr, JSON, progress, shared options.
+
+rich is imported by the functions that draw, not at the top: a command that prints JSON does not pay for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from edgekv.catalog import DEFAULT, entries
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Update = Callable[[int, int], None]
+Unit = Literal["B", "%", "tokens", "steps", ""]  # "%": the counts themselves mean nothing to a reader
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PIPED_WIDTH = 160  # wide enough that a table keeps one row a line for grep
+_PLAIN_STEP = 10  # percent
+_PLAIN_FIRST_S = 1.0
+_PLAIN_EVERY_S = 2.0
+_PLAIN_SILENCE_S = 15.0
+
+
+def console() -> Console:
+    """For results, on stdout; plain text when piped."""
+    return _console(stderr=False)
+
+
+def talk() -> Console:
+    """For notes and progress, on stderr."""
+    return _console(stderr=True)
+
+
+def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _PIPED_WIDTH
+    return made
+
+
+def print_json(obj: object) -> None:
+    """One JSON value and a newline on stdout. NaN and infinities become null; dataclasses and paths work."""
+    click.echo(json.dumps(_plain(obj), indent=2, allow_nan=False))
+
+
+def _plain(obj: Any) -> Any:
+    """``obj`` in the types JSON has. Raises TypeError where there is no honest way."""
+    if isinstance(obj, float):
+        return float(obj) if math.isfinite(obj) else None
+    if obj is None or isinstance(obj, (str, int)):
+        return obj
+    if isinstance(obj, dict):
+        return {str(key): _plain(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [_plain(value) for value in obj]
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return {field.name: _plain(getattr(obj, field.name)) for field in dataclasses.fields(obj)}
+    if isinstance(obj, os.PathLike):
+        return os.fspath(obj)
+    if hasattr(obj, "tolist"):  # numpy's scalars and arrays, without importing numpy
+        return _plain(obj.tolist())
+    raise TypeError(f"{type(obj).__name__} has no JSON form")
+
+
+def size(num_bytes: float) -> str:
+    """ "98.4 MB": decimal units, as on download pages."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int = 0, unit: Unit = "") -> Iterator[Update]:
+    """Yield ``update(done, total)``; total 0: unknown. On stderr: a bar on a terminal, else plain lines.
+
+    The first plain line comes after 1 s, then one every 10 %, never within 2 s of the last, and after 15 s of
+    silence in any case; work that ends within the first second prints nothing.
+    """
+    if sys.stderr and sys.stderr.isatty():
+        with _bar(description, total, unit) as update:
+            yield update
+    else:
+        lines = PlainProgress(description, unit)
+        yield lines.update
+        lines.close()
+
+
+@contextlib.contextmanager
+def _bar(description: str, total: int, unit: Unit) -> Iterator[Update]:
+    from rich import progress as rp
+
+    amount = {"B": rp.DownloadColumn(), "%": rp.TaskProgressColumn()}.get(unit) or rp.MofNCompleteColumn()
+    columns = (
+        rp.SpinnerColumn(),
+        rp.TextColumn("{task.description}"),
+        rp.BarColumn(),
+        amount,
+        rp.TimeElapsedColumn(),
+    )
+    with rp.Progress(*columns, console=talk(), transient=True) as drawn:
+        task = drawn.add_task(description, total=total or None)
+        yield lambda done, total: drawn.update(task, completed=done, total=total or None)
+
+
+class PlainProgress:
+    """Progress for logs and pipes; ``clock`` and ``write`` are there for tests."""
+
+    def __init__(
+        self,
+        description: str,
+        unit: Unit = "",
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], None] | None = None,
+    ) -> None:
+        self._description, self._unit, self._clock = description, unit, clock
+        self._write = write or (lambda line: click.echo(line, err=True))
+        self._last_s = clock()
+        self._step = 0  # the last tenth that was printed
+        self._pending: tuple[int, int] | None = None  # told to us but not printed
+        self._printed = False
+
+    def update(self, done: int, total: int) -> None:
+        silent_s = self._clock() - self._last_s
+        step = done * 100 // total // _PLAIN_STEP if total else 0
+        self._pending = (done, total)
+        first = not self._printed and silent_s >= _PLAIN_FIRST_S
+        if first or (step > self._step and silent_s >= _PLAIN_EVERY_S) or silent_s >= _PLAIN_SILENCE_S:
+            self._step = step
+            self._print()
+
+    def close(self) -> None:
+        """The last figure, if a reader has seen earlier ones."""
+        if self._printed and self._pending:
+            self._print()
+
+    def _print(self) -> None:
+        done, total = self._pending or (0, 0)
+        self._pending, self._printed, self._last_s = None, True, self._clock()
+        amount = f"{self._amount(done)} of {self._amount(total)}" if total else self._amount(done)
+        percent = f"{done * 100 // total} %" if total else ""
+        shown = [percent] if self._unit == "%" else [percent, amount]
+        self._write(f"{self._description}: {', '.join(filter(None, shown))}")
+
+    def _amount(self, count: int) -> str:
+        return size(count) if self._unit == "B" else f"{count:,} {self._unit}".rstrip()
+
+
+def _complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    names = [CompletionItem(entry.name) for entry in entries() if entry.name.startswith(incomplete)]
+    return [*names, CompletionItem(incomplete, type="file")]
+
+
+_MODEL_HELP = "A model known by name (see: edgekv models list) or the path of a GGUF file."
+
+
+def json_option(function: F) -> F:
+    """``--json``, as the parameter ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(function)
+
+
+def model_option(function: F) -> F:
+    """``-m/--model``, as the parameter ``model``: a str for ``catalog.resolve``."""
+    return click.option(
+        "-m",
+        "--model",
+        metavar="NAME|FILE",
+        default=DEFAULT,
+        show_default=True,
+        help=_MODEL_HELP,
+        shell_complete=_complete_model,
+    )(function)
+
+
+def model_argument(function: F) -> F:
+    """An optional ``[NAME|FILE]``, as the parameter ``model``: a str for ``catalog.resolve``."""
+    return click.argument(
+        "model", metavar="[NAME|FILE]", default=DEFAULT, required=False, shell_complete=_complete_model
+    )(function)

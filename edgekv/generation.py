@@ -1,0 +1,197 @@
+"""Generation: the iterator ``Session.generate`` returns. It holds nothing while it is not asked for a piece."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .errors import UsageError
+from .model import Model, TextStream
+from .receipts import Timings
+from .sampling import GREEDY, Sampler, Sampling
+from .spans import Span
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked of a generation."""
+
+    max_tokens: int = 256
+    sampling: Sampling = GREEDY
+    stop: tuple[str, ...] = ()
+    name: str | None = None
+    role: str = "assistant"
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise UsageError(f"max_tokens must be 0 or more, not {self.max_tokens}")
+        if any(not s for s in self.stop):
+            raise UsageError("a stop string cannot be empty: it would stop at once")
+
+
+class Host(Protocol):
+    """What a generation needs of its session; each call holds the engine's lock."""
+
+    model: Model
+
+    @property
+    def lock(self) -> threading.RLock: ...
+    def begin_generation(self, generation: Generation) -> Sampler: ...
+    def is_current(self, generation: Generation) -> bool: ...
+    def sample_token(self, sampler: Sampler) -> int: ...
+    def read_token(self, token: int) -> int: ...
+    def shorten(self, index: int, text: str) -> list[int]: ...
+    def end_generation(self, generation: Generation) -> Span: ...
+    def timings(self, generation: Generation) -> Timings: ...
+
+
+class Generation:
+    """Pieces of text as they are sampled; every piece handed out is in the cache already.
+
+    It starts when its first piece, ``text``, ``span`` or ``timings`` is asked for, or at the session's next verb,
+    whichever comes first: code that reads top to bottom does what it says. Left half read, it stays where it is;
+    the session's next verb ends it there. Ctrl-C ends it and keeps what was said.
+
+    ``finish_reason``: "end" (the model's own end token), "stop" (a stop string, which is taken out again),
+    "length", or "closed".
+    """
+
+    def __init__(self, host: Host, request: Request) -> None:
+        self.request = request
+        self.finish_reason: str | None = None
+        self.tokens: list[int] = []
+        self.seed: int | None = None
+        self.start_index = -1
+        self.first_token_at = self.started_at = self.ended_at = 0.0
+        self._host = host
+        self._sampler: Sampler | None = None
+        self._stream: TextStream = host.model.text_stream()
+        self._text = ""
+        self._shown = 0
+        self._marks: list[int] = []  # characters complete after each token, -1 inside a character
+        self._span: Span | None = None
+
+    # -- what callers see ---------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        """The whole text; generates what is left of it first."""
+        self.finish()
+        return self._text
+
+    @property
+    def span(self) -> Span:
+        """The generated tokens' span; generates what is left first."""
+        self.finish()
+        assert self._span is not None  # every end registers it
+        return self._span
+
+    @property
+    def timings(self) -> Timings:
+        """What it cost; generates what is left first."""
+        self.finish()
+        return self._host.timings(self)
+
+    @property
+    def started(self) -> bool:
+        return self._sampler is not None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def finish(self) -> Generation:
+        """Generate to the end."""
+        for _ in self:
+            pass
+        return self
+
+    def close(self) -> None:
+        """End it where it is; what was generated stays in the session."""
+        if not self.finished:
+            self._end("closed")
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while not self.finished:
+            with self._host.lock:
+                try:
+                    self._step()
+                except BaseException:
+                    self.close()
+                    raise
+            if piece := self._release():
+                return piece
+        raise StopIteration
+
+    def __repr__(self) -> str:
+        return f"<Generation {len(self.tokens)} tokens, {self.finish_reason or 'open'}>"
+
+    # -- how it works -------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """One token: sample, read it into the cache, look for an end."""
+        if self._sampler is None:
+            self._start()
+        assert self._sampler is not None
+        if not self._host.is_current(self):
+            return self._end("closed")
+        if len(self.tokens) >= self.request.max_tokens:
+            return self._end("length")
+        token = self._host.sample_token(self._sampler)
+        self.first_token_at = self.first_token_at or time.perf_counter()
+        if self._host.model.is_end(token):
+            return self._end("end")
+        self._host.read_token(token)
+        self._take(token)
+        if (at := self._find_stop()) is not None:
+            self._cut(at)
+            self._end("stop")
+
+    def _start(self) -> None:
+        self.started_at = time.perf_counter()
+        self._sampler = self._host.begin_generation(self)
+        self.seed = self._sampler.seed
+
+    def _take(self, token: int) -> None:
+        self.tokens.append(token)
+        self._text += self._stream.feed(token)
+        self._marks.append(-1 if self._stream.pending else len(self._text))
+
+    def _end(self, reason: str) -> None:
+        self.ended_at = time.perf_counter()
+        self._text += self._stream.finish() if reason != "stop" else ""
+        self.finish_reason = reason
+        if self._sampler is None:  # closed before it began: nothing was sampled, an empty span marks the place
+            self._sampler = self._host.begin_generation(self)
+        self._sampler.close()
+        self._span = self._host.end_generation(self)
+
+    def _find_stop(self) -> int | None:
+        """Where the first stop string begins in the text not yet shown."""
+        found = [self._text.find(s, self._shown) for s in self.request.stop]
+        return min((at for at in found if at >= 0), default=None)
+
+    def _cut(self, at: int) -> None:
+        """Take the stop string out of text and cache; a token it begins inside of is read again without it."""
+        keep = max((i + 1 for i, mark in enumerate(self._marks) if 0 <= mark <= at), default=0)
+        done = self._marks[keep - 1] if keep else 0
+        again = self._host.shorten(self.start_index + keep, self._text[done:at])
+        self._text, self.tokens = self._text[:at], self.tokens[:keep] + again
+
+    def _release(self) -> str:
+        """Text that may be shown: all but what may still become a stop string."""
+        safe = len(self._text) - (0 if self.finished else held_back(self._text[self._shown :], self.request.stop))
+        piece, self._shown = self._text[self._shown : safe], max(safe, self._shown)
+        return piece
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """The length of the longest end of ``text`` that begins one of the stop strings."""
+    longest = min(len(text), max((len(s) for s in stops), default=1) - 1)
+    return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0)

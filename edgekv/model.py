@@ -1,0 +1,298 @@
+"""Model: one GGUF file: tokenizer, metadata, capabilities, fingerprint, memory estimate."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _llama, capabilities, catalog, gguf, memory
+from ._llama import lib
+from .errors import BadState, ClosedError, DamagedModel, NotGenerative, TooLarge, UsageError
+
+TokenArray: TypeAlias = npt.NDArray[np.int32]
+
+_SAMPLE: Final = 1 << 16  # bytes a sample of the fingerprint
+_SAMPLES: Final = 64
+_ROPE_MROPE: Final = 8  # llama.h: LLAMA_ROPE_TYPE_MROPE; IMROPE (40) has the bit too, VISION (24) as well
+
+
+class Model:
+    """A GGUF model loaded for the CPU. Close it, or use it as a context manager.
+
+    ``source`` is a name of the manifest (``edgekv models list``) or a path. Raises ModelNotFound, NotGGUF,
+    DamagedModel (truncated, or refused by llama.cpp), NotGenerative (vocabulary only, encoder), TooLarge.
+    """
+
+    def __init__(self, source: str | os.PathLike[str] = catalog.DEFAULT) -> None:
+        self.path: Final = catalog.resolve(source)
+        self.header: Final = gguf.read_header(self.path)
+        self._refuse_unloadable()
+        _llama.start()
+        self._ptr = self._load()
+        self._vocab = lib.llama_model_get_vocab(self._ptr)
+        self._free = weakref.finalize(self, lib.llama_model_free, self._ptr)
+        self._engines = 0
+        self._lock = threading.Lock()
+        self.n_vocab: Final[int] = lib.llama_vocab_n_tokens(self._vocab)
+        self.n_ctx_train: Final[int] = lib.llama_model_n_ctx_train(self._ptr)
+        self.n_swa: Final[int] = lib.llama_model_n_swa(self._ptr)
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+
+    def _refuse_unloadable(self) -> None:
+        arch = self.header.get("general.architecture", "")
+        if f"{arch}.block_count" not in self.header:
+            raise NotGenerative(f"{self.path} holds a vocabulary but no model; nothing can be generated with it")
+        size, free = self.path.stat().st_size, memory.free_ram()
+        if size > free:
+            raise TooLarge(
+                f"{self.path.name} needs {size / 1e9:,.1f} GB of RAM and {free / 1e9:,.1f} GB are free here; "
+                "take a smaller model or a stronger quantisation"
+            )
+
+    def _load(self) -> Any:
+        _llama.forget_messages()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = 0
+        pointer = lib.llama_model_load_from_file(os.fsencode(self.path), params)
+        if not pointer:
+            raise DamagedModel(
+                f"llama.cpp refused {self.path}: {_llama.last_messages() or 'no reason given'}; "
+                "fetch or copy the file again, or update llama-cpp-python for a new architecture"
+            )
+        if lib.llama_model_has_encoder(pointer) or not lib.llama_model_has_decoder(pointer):
+            lib.llama_model_free(pointer)
+            raise NotGenerative(f"{self.path} is an encoder or has one: there is no cache of past tokens to mask")
+        return pointer
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def ptr(self) -> Any:
+        """The native llama_model pointer; raises ClosedError after close()."""
+        self._check_open()
+        return self._ptr
+
+    @property
+    def vocab(self) -> Any:
+        """The native llama_vocab pointer."""
+        self._check_open()
+        return self._vocab
+
+    def _check_open(self) -> None:
+        if not self._free.alive:
+            raise ClosedError(f"the model {self.path.name} was closed; load it again")
+
+    def close(self) -> None:
+        """Free the weights. Raises BadState while an engine still uses them; closing twice is fine."""
+        with self._lock:
+            if self._engines and self._free.alive:
+                raise BadState(f"{self._engines} engine(s) still use {self.path.name}; close the sessions first")
+            self._free()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Model {self.path.name}{'' if self._free.alive else ', closed'}>"
+
+    def count_engine(self, change: int) -> None:
+        """For Engine: one more (+1) or one less (-1) context stands on these weights."""
+        with self._lock:
+            self._engines += change
+
+    # -- what the file says -------------------------------------------------------------------------------------
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """Scalar GGUF metadata as llama.cpp prints it, arrays left out."""
+        pointer = self.ptr
+        pairs = (
+            (_text(lib.llama_model_meta_key_by_index, pointer, i), _text(lib.llama_model_meta_val_str_by_index, pointer, i))
+            for i in range(lib.llama_model_meta_count(pointer))
+        )
+        return dict(sorted(pairs))
+
+    @property
+    def arch(self) -> str:
+        return str(self.header.get("general.architecture", "?"))
+
+    @cached_property
+    def description(self) -> str:
+        """As llama.cpp puts it, such as 'llama 256M Q4_1'."""
+        return _text(lib.llama_model_desc, self.ptr)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own Jinja template, None for a base model."""
+        return self.metadata.get("tokenizer.chat_template")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that tell model files apart: a hash of the size, the first MiB and 64 samples of the rest."""
+        size = self.path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with self.path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+            for i in range(_SAMPLES):
+                file.seek(max(0, (size - _SAMPLE) * i // (_SAMPLES - 1)))
+                digest.update(file.read(_SAMPLE))
+        return digest.hexdigest()[:32]
+
+    @cached_property
+    def has_mrope(self) -> bool:
+        """Whether a position has several components (M-RoPE)."""
+        rope = int(lib.llama_model_rope_type(self.ptr))
+        return rope > 0 and bool(rope & _ROPE_MROPE)
+
+    @cached_property
+    def capabilities(self) -> capabilities.Capabilities:
+        """What this model's memory can do, each answer with its reason. Opens a 256-cell context once to ask."""
+        return capabilities.answer(
+            capabilities.MemoryKind(
+                arch=self.arch,
+                recurrent=lib.llama_model_is_recurrent(self.ptr),
+                hybrid=lib.llama_model_is_hybrid(self.ptr),
+                mrope=self.has_mrope,
+                can_shift=self._probe_shift(),
+                rescales=capabilities.rescales(self.arch, self.metadata),
+            )
+        )
+
+    def _probe_shift(self) -> bool:
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_outputs_max = 256, 32, 32, 1
+        params.swa_full = True
+        context = lib.llama_init_from_model(self.ptr, params)
+        if not context:
+            raise DamagedModel(f"llama.cpp cannot open a context on {self.path}: {_llama.last_messages()}")
+        try:
+            cache = lib.llama_get_memory(context)
+            if not cache:
+                raise NotGenerative(f"{self.path} ({self.arch}) has no cache of past tokens to mask")
+            return bool(lib.llama_memory_can_shift(cache))
+        finally:
+            lib.llama_free(context)
+
+    def kv_bytes_per_token(self, kv_type: str = "f16") -> int:
+        """Bytes of K and V one token holds over all layers."""
+        return memory.kv_bytes_per_token(self.header, kv_type)
+
+    def estimate(self, n_ctx: int, kv_type: str = "f16", n_batch: int = 512) -> memory.MemoryEstimate:
+        """Bytes a session of that size needs, against what is free here now; nothing is allocated."""
+        return memory.estimate(self.header, self.path.stat().st_size, n_ctx, kv_type, n_batch)
+
+    # -- tokens -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bos(self) -> int | None:
+        """The token every text begins with, None where the vocabulary asks for none."""
+        wanted = lib.llama_vocab_get_add_bos(self._vocab)
+        token = int(lib.llama_vocab_bos(self._vocab))
+        return token if wanted and token >= 0 else None
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends a generation (end of sequence or of turn)."""
+        self._check_open()
+        return bool(lib.llama_vocab_is_eog(self._vocab, self.check_token(token)))
+
+    def check_token(self, token: int) -> int:
+        if not 0 <= token < self.n_vocab:
+            raise UsageError(f"token {token} is outside the vocabulary [0, {self.n_vocab})")
+        return int(token)
+
+    def check_tokens(self, tokens: Iterable[int] | TokenArray) -> TokenArray:
+        """Tokens as int32 (n,); raises UsageError for one outside the vocabulary, which llama.cpp may not survive."""
+        wide = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        if wide.size and (wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer)):
+            raise UsageError("tokens are a flat sequence of whole numbers")
+        if wide.size and (wide.min() < 0 or wide.max() >= self.n_vocab):
+            raise UsageError(f"a token is outside the vocabulary [0, {self.n_vocab})")
+        return wide.astype(np.int32)
+
+    def tokenize(self, text: str, *, special: bool = False) -> TokenArray:
+        """Text as int32 tokens (n,), BOS not added.
+
+        ``special`` reads control tokens such as ``<|im_start|>`` as such; by default they are plain text, so that
+        nothing a user typed can act as one. Lone surrogates are replaced, as they have no UTF-8.
+        """
+        data = text.encode("utf-8", "replace")
+        self._check_open()  # the vocabulary goes with the model
+        buffer = np.empty(len(data) + 8, np.int32)
+        count = self._tokenize_into(buffer, data, special)
+        if count < 0:
+            buffer = np.empty(-count, np.int32)
+            count = self._tokenize_into(buffer, data, special)
+        return buffer[:count].copy()
+
+    def _tokenize_into(self, buffer: TokenArray, data: bytes, special: bool) -> int:
+        tokens = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        return int(lib.llama_tokenize(self._vocab, data, len(data), tokens, buffer.size, False, special))
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token; may be part of a character. Control tokens are empty unless ``special``."""
+        known = self._pieces.get((token, special))
+        if known is None:
+            known = self._pieces[(token, special)] = self._ask_piece(self.check_token(token), special)
+        return known
+
+    def _ask_piece(self, token: int, special: bool) -> bytes:
+        self._check_open()
+        buffer = ctypes.create_string_buffer(64)
+        length = lib.llama_token_to_piece(self._vocab, token, buffer, 64, 0, special)
+        if length < 0:
+            buffer = ctypes.create_string_buffer(-length)
+            length = lib.llama_token_to_piece(self._vocab, token, buffer, -length, 0, special)
+        return buffer.raw[:length]
+
+    def detokenize(self, tokens: Iterable[int], *, special: bool = True) -> str:
+        """Tokens as text; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.piece(int(t), special=special) for t in tokens).decode("utf-8", "replace")
+
+    def text_stream(self) -> TextStream:
+        """A decoder for a growing text that never shows half a character."""
+        return TextStream(self)
+
+
+class TextStream:
+    """Tokens in, text out, with the bytes of an unfinished character held back until the rest arrives."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """The text that ``token`` completes, '' while a character is unfinished."""
+        return self._decoder.decode(self._model.piece(token))
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes of an unfinished character are held back."""
+        return bool(self._decoder.getstate()[0])
+
+    def finish(self) -> str:
+        """What is left of an unfinished character, as U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _text(call: Any, *arguments: Any) -> str:
+    """Call a native ``int f(..., char * buf, size_t size)`` with a buffer that is large enough."""
+    size = 256
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        length = call(*arguments, buffer, size)
+        if length < size:
+            return buffer.value.decode("utf-8", "replace")
+        size = length + 1

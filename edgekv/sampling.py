@@ -1,0 +1,209 @@
+"""Sampling: a frozen description, and the llama.cpp sampler chain built from it.
+
+The chain's order is llama.cpp's own (common/sampling.cpp): logit bias, penalties, grammar, top-k, typical, top-p,
+min-p, temperature, then a draw. It runs in native code on native logits; numpy sees logits only when asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import secrets
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _llama
+from ._llama import lib
+from .engine import Engine
+from .errors import GrammarError, GrammarStuck, UsageError
+from .model import Model
+
+_MIN_KEEP: Final = 1
+_ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The defaults are greedy: temperature 0 takes the most likely token.
+
+    temperature: 0 greedy, 1 the model's own distribution. top_k: 0 off. top_p, min_p, typical: cut the tail of the
+    distribution (1, 0, 1: off). repeat_penalty (1 off), presence_penalty, frequency_penalty (0 off) look at the
+    last ``penalty_last_n`` *visible* tokens, so a masked span is not counted. seed: None draws one, and the
+    generation reports it. logit_bias: token -> added logit, -inf bans. grammar: GBNF text; json_schema: a schema
+    (dict or JSON text); at most one of the two.
+
+    Raises UsageError for values out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical: float = 1.0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_last_n: int = 64
+    seed: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    grammar: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        rules = (
+            (0 <= self.temperature < math.inf, "temperature must be 0 or more"),
+            (self.top_k >= 0, "top_k must be 0 (off) or more"),
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]"),
+            (0 <= self.min_p <= 1, "min_p must be in [0, 1]"),
+            (0 < self.typical <= 1, "typical must be in (0, 1]"),
+            (0 < self.repeat_penalty < math.inf, "repeat_penalty must be above 0 (1 is off)"),
+            (math.isfinite(self.presence_penalty), "presence_penalty must be finite"),
+            (math.isfinite(self.frequency_penalty), "frequency_penalty must be finite"),
+            (self.penalty_last_n >= 0, "penalty_last_n must be 0 (off) or more"),
+            (self.seed is None or 0 <= self.seed < 2**32 - 1, "seed must be in [0, 2**32 - 1)"),
+            (self.grammar is None or self.json_schema is None, "give a grammar or a json_schema, not both"),
+        )
+        for holds, message in rules:
+            if not holds:
+                raise UsageError(message)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.penalty_last_n > 0 and (
+            self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        )
+
+    @property
+    def gbnf(self) -> str | None:
+        """The grammar in llama.cpp's notation; raises GrammarError for a schema that has none."""
+        return self.grammar if self.json_schema is None else schema_to_gbnf(self.json_schema)
+
+
+GREEDY: Final = Sampling()
+
+
+def schema_to_gbnf(schema: str | Mapping[str, Any]) -> str:
+    """A JSON schema as GBNF. Raises GrammarError when it is no JSON or asks for what GBNF cannot say."""
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        return _llama.json_schema_to_gbnf(text)
+    except Exception as err:  # the converter raises whatever it stumbles over
+        raise GrammarError(f"this JSON schema has no grammar: {err}") from err
+
+
+class Sampler:
+    """A native sampler chain with its state: what it drew, penalties counted, how far the grammar is.
+
+    ``visible`` are the tokens penalties count, oldest first. Close it, or let it be collected.
+    """
+
+    def __init__(self, model: Model, sampling: Sampling, visible: npt.NDArray[np.int32]) -> None:
+        self.seed: Final = secrets.randbelow(2**32 - 1) if sampling.seed is None else sampling.seed
+        self._careful = sampling.gbnf is not None
+        self._n_vocab = model.n_vocab
+        self._entries: npt.NDArray[Any] | None = None
+        self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        self._free = weakref.finalize(self, lib.llama_sampler_free, self._chain)
+        try:
+            for part in _parts(model, sampling, self.seed, visible):
+                lib.llama_sampler_chain_add(self._chain, part)
+        except BaseException:
+            self._free()
+            raise
+
+    def close(self) -> None:
+        self._free()
+
+    def sample(self, engine: Engine, row: int) -> int:
+        """Draw from the logits at batch index ``row`` of the engine's last decode.
+
+        Raises NoLogits where there are none, GrammarStuck when the grammar allows no token.
+        """
+        engine.check_row(row)
+        if self._careful:
+            return self.sample_array(engine.logits(row))
+        return int(lib.llama_sampler_sample(self._chain, engine.ctx, row))
+
+    def sample_array(self, logits: npt.NDArray[np.float32]) -> int:
+        """Draw from float32 (n_vocab,) logits held in numpy.
+
+        The way for logits another session's decode has overwritten, and for grammars: the token is looked at
+        before the chain accepts it, as accepting one the grammar rejects would abort the process.
+        """
+        entries = self._candidates(logits)
+        array = lib.llama_token_data_array(
+            entries.ctypes.data_as(ctypes.POINTER(lib.llama_token_data)), len(entries), -1, False
+        )
+        lib.llama_sampler_apply(self._chain, ctypes.byref(array))
+        chosen = array.data[array.selected] if 0 <= array.selected < array.size else None
+        if chosen is None or not math.isfinite(chosen.logit):
+            raise GrammarStuck("no token of the vocabulary continues the grammar here")
+        lib.llama_sampler_accept(self._chain, chosen.id)
+        return int(chosen.id)
+
+    def _candidates(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        if self._entries is None:
+            self._entries = np.zeros(self._n_vocab, _ENTRY)
+        self._entries["id"] = np.arange(self._n_vocab)  # the chain sorts in place
+        self._entries["logit"] = logits
+        self._entries["p"] = 0
+        return self._entries
+
+
+def _parts(model: Model, s: Sampling, seed: int, visible: npt.NDArray[np.int32]) -> Iterator[Any]:
+    """The native samplers of a chain, in order."""
+    if s.logit_bias:
+        yield _logit_bias(model, s.logit_bias)
+    if s.has_penalties:
+        yield _penalties(model, s, visible[-s.penalty_last_n :].tolist())
+    if (gbnf := s.gbnf) is not None:
+        yield _grammar(model, gbnf)
+    if s.greedy:
+        yield lib.llama_sampler_init_greedy()
+        return
+    if s.top_k:
+        yield lib.llama_sampler_init_top_k(s.top_k)
+    if s.typical < 1:
+        yield lib.llama_sampler_init_typical(s.typical, _MIN_KEEP)
+    if s.top_p < 1:
+        yield lib.llama_sampler_init_top_p(s.top_p, _MIN_KEEP)
+    if s.min_p > 0:
+        yield lib.llama_sampler_init_min_p(s.min_p, _MIN_KEEP)
+    yield lib.llama_sampler_init_temp(s.temperature)
+    yield lib.llama_sampler_init_dist(seed)  # without a final sampler the chain would abort
+
+
+def _logit_bias(model: Model, bias: Mapping[int, float]) -> Any:
+    entries = (lib.llama_logit_bias * len(bias))()
+    for entry, (token, value) in zip(entries, bias.items(), strict=True):
+        entry.token, entry.bias = model.check_token(token), value
+    return lib.llama_sampler_init_logit_bias(model.n_vocab, len(bias), entries)
+
+
+def _penalties(model: Model, s: Sampling, recent: Iterable[int]) -> Any:
+    part = lib.llama_sampler_init_penalties(
+        model.n_vocab, s.penalty_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+    )
+    for token in recent:
+        lib.llama_sampler_accept(part, token)
+    return part
+
+
+def _grammar(model: Model, gbnf: str) -> Any:
+    _llama.forget_messages()
+    if "\0" in gbnf:
+        raise GrammarError("a grammar cannot hold a NUL character")
+    part = lib.llama_sampler_init_grammar(model.vocab, gbnf.encode("utf-8", "replace"), b"root")
+    if not part:  # a NULL in a chain is a segmentation fault
+        raise GrammarError(f"llama.cpp cannot read the grammar: {_llama.last_messages() or 'is there a root rule?'}")
+    return part

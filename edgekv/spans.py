@@ -1,0 +1,171 @@
+"""Spans and half-open ranges: ``(0, 1)`` is the token at index 0 only.
+
+Pure Python and numpy; a range is a ``(start, stop)`` tuple of token indexes, several are sorted and disjoint.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from .errors import UnknownSpan, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Range: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A named half-open range [start, stop) of token indexes, with a role and tags; spans may nest."""
+
+    name: str
+    start: int
+    stop: int
+    role: str = ""
+    tags: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def range(self) -> Range:
+        return (self.start, self.stop)
+
+
+#: What verbs take: a Span, a name or glob, "role:R", "tag:T", an index range, or several of these.
+Target: TypeAlias = Union[Span, str, Range, slice, range, Sequence["Target"]]
+
+
+def runs(flags: npt.NDArray[np.bool_]) -> list[Range]:
+    """The half-open runs of True in a one-dimensional array, in order."""
+    import numpy as np
+
+    edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def merge(ranges: Iterable[Range]) -> list[Range]:
+    """Sorted, disjoint ranges that cover the same indexes; empty ones are dropped."""
+    merged: list[Range] = []
+    for start, stop in sorted(r for r in ranges if r[0] < r[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def first_outside(inside: Sequence[Range], holes: Sequence[Range]) -> int | None:
+    """The first index that lies in ``inside`` and in none of ``holes`` (both sorted and disjoint), or None."""
+    for start, stop in inside:
+        for hole_start, hole_stop in holes:
+            if hole_start <= start < hole_stop:
+                start = hole_stop
+        if start < stop:
+            return start
+    return None
+
+
+class SpanTable:
+    """The spans of one session, by name; knows what a target means."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, Span] = {}
+        self._counter = 0
+
+    def __iter__(self) -> Iterable[Span]:  # type: ignore[override]
+        return iter(self.ordered())
+
+    def ordered(self) -> tuple[Span, ...]:
+        return tuple(sorted(self._spans.values(), key=lambda s: (s.start, -s.stop)))
+
+    def check_name(self, name: str) -> None:
+        """Refuse a name that is taken, or that a target could not tell from a glob or a prefix."""
+        if name in self._spans:
+            taken = self._spans[name]
+            raise UsageError(f"a span named {name!r} exists at [{taken.start}, {taken.stop}); choose another name")
+        if not name.strip() or any(c in name for c in "*?[]") or name.startswith(("role:", "tag:")):
+            raise UsageError(f"{name!r} cannot name a span: no '*', '?', '[', ']', no 'role:' or 'tag:' in front")
+
+    def free_name(self, stem: str) -> str:
+        while True:
+            self._counter += 1
+            name = f"{stem}-{self._counter}"
+            if name not in self._spans:
+                return name
+
+    def add(self, span: Span) -> Span:
+        self.check_name(span.name)
+        self._spans[span.name] = span
+        return span
+
+    def truncate(self, stop: int) -> None:
+        """Forget what lies at or behind index ``stop``; a span across it is cut there."""
+        kept = (s if s.stop <= stop else replace(s, stop=stop) for s in self._spans.values() if s.start < stop)
+        self._spans = {s.name: s for s in kept}
+
+    def resolve(self, target: Target) -> list[Range]:
+        """The index ranges a target selects, sorted and disjoint.
+
+        Raises UnknownSpan when a name, glob, role or tag selects nothing, UsageError when it is no target at all.
+        """
+        if isinstance(target, Span):
+            return merge([target.range])
+        if isinstance(target, str):
+            return merge(s.range for s in self._named(target))
+        if isinstance(target, (slice, range)):
+            return [_index_range(target.start, target.stop, target.step)]
+        if isinstance(target, tuple) and len(target) == 2 and all(_is_index(t) for t in target):
+            return [_index_range(target[0], target[1], None)]  # type: ignore[arg-type]
+        if isinstance(target, (list, tuple, set, frozenset)):
+            return merge(r for item in target for r in self.resolve(item))
+        raise UsageError(f"{target!r} is no target: give a Span, a name or glob, 'role:R', 'tag:T' or (start, stop)")
+
+    def _named(self, text: str) -> list[Span]:
+        kind, _, rest = text.partition(":")
+        if kind == "role" and rest:
+            found = [s for s in self._spans.values() if s.role == rest]
+        elif kind == "tag" and rest:
+            found = [s for s in self._spans.values() if rest in s.tags]
+        elif text in self._spans:
+            found = [self._spans[text]]
+        elif any(c in text for c in "*?["):
+            found = [s for s in self._spans.values() if fnmatch.fnmatchcase(s.name, text)]
+        else:
+            found = []
+        if not found:
+            raise UnknownSpan(self._explain(text))
+        return found
+
+    def _explain(self, text: str) -> str:
+        near = difflib.get_close_matches(text, self._spans, n=3, cutoff=0.5)
+        roles = {s.role for s in self._spans.values()}
+        tags = {t for s in self._spans.values() for t in s.tags}
+        hints = [f"did you mean {', '.join(map(repr, near))}?"] if near else []
+        hints += [f"there is a role of that name: 'role:{text}'"] if text in roles else []
+        hints += [f"there is a tag of that name: 'tag:{text}'"] if text in tags else []
+        if not hints:
+            hints = [f"spans: {', '.join(self._spans) or 'none yet'}"]
+        return f"nothing is called {text!r}; {'; '.join(hints)}"
+
+
+def _is_index(value: object) -> bool:
+    import numpy as np
+
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _index_range(start: object, stop: object, step: object) -> Range:
+    start = 0 if start is None else start
+    if step not in (None, 1) or not _is_index(start) or not _is_index(stop):
+        raise UsageError("an index range is (start, stop): two whole numbers, step 1, stop given")
+    first, last = int(start), int(stop)  # type: ignore[call-overload]
+    if first < 0 or last < first:
+        raise UsageError(f"[{first}, {last}) is no range of token indexes: 0 <= start <= stop is needed")
+    return (first, last)

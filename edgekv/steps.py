@@ -1,0 +1,43 @@
+"""The native steps an edit consists of, as data: the ledger plans them, the engine carries them out in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias, Union
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Add ``delta`` to the positions [p0, p1) of sequence ``seq``; the places they move to must be free."""
+
+    seq: int
+    p0: int
+    p1: int
+    delta: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """Take the cells at positions [p0, p1) from sequence ``src`` to ``dst``, shifted by ``delta``; none is freed."""
+
+    src: int
+    dst: int
+    p0: int
+    p1: int
+    delta: int = 0
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Remove the cells at positions [p0, p1) from sequence ``seq`` and free them."""
+
+    seq: int
+    p0: int
+    p1: int
+
+    @property
+    def cells(self) -> int:
+        return self.p1 - self.p0
+
+
+Step: TypeAlias = Union[Shift, Move, Drop]
