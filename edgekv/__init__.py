@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .capabilities import Capabilities as Capabilities
     from .capabilities import Capability as Capability
+    from .columns import State as State
     from .engine import Engine as Engine
     from .engine import Settings as Settings
     from .errors import EdgekvError as EdgekvError
     from .generation import Generation as Generation
-    from .ledger import State as State
     from .model import Model as Model
     from .receipts import Audit as Audit
     from .receipts import Receipt as Receipt
@@ -41,7 +41,7 @@ _HOME = {
     "Session": "session",
     "Settings": "engine",
     "Span": "spans",
-    "State": "ledger",
+    "State": "columns",
     "Stats": "receipts",
     "Timings": "receipts",
 }

@@ -150,8 +150,7 @@ def _on_disk(entry: Entry) -> Path:
     if state == "wrong size":
         raise DamagedModel(f"{entry.path} has the wrong size; get it again: {entry.fetch_command}")
     raise ModelNotFound(
-        f"{entry.name} is not on this disk yet ({_megabytes(entry)} MB to download); "
-        f"run: {entry.fetch_command}"
+        f"{entry.name} is not on this disk yet ({_megabytes(entry)} MB to download); run: {entry.fetch_command}"
     )
 
 

@@ -255,7 +255,7 @@ class Engine:
         if chunk.tokens.min() < 0 or chunk.tokens.max() >= self.model.n_vocab:
             raise UsageError(f"a token is outside the vocabulary [0, {self.model.n_vocab})")
         newest = lib.llama_memory_seq_pos_max(self._memory, chunk.seq)
-        if newest >= 0 and chunk.pos != newest + 1 or not 0 <= chunk.pos < _MAX_POS - len(chunk.tokens):
+        if (newest >= 0 and chunk.pos != newest + 1) or not 0 <= chunk.pos < _MAX_POS - len(chunk.tokens):
             raise UsageError(f"sequence {chunk.seq} continues at position {newest + 1}, not at {chunk.pos}")
 
     def _let_holder_keep(self, newcomer: LogitsHolder | None) -> None:

@@ -47,7 +47,7 @@ def fetch(model: str | Entry, progress: Progress | None = None) -> Path:
     entry = find(model) if isinstance(model, str) else model
     try:
         if not entry.intact():
-            _fetch(entry, progress or (lambda done, total: None))
+            _fetch(entry, progress or (lambda _done, _total: None))
     except OSError as exc:
         raise FetchFailed(_said(exc, entry)) from exc
     return entry.path

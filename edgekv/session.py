@@ -17,13 +17,23 @@ import numpy.typing as npt
 
 from . import catalog, render
 from ._llama import uninterrupted
+from .columns import State
 from .engine import SCRATCH, Chunk, Engine, Settings
-from .errors import AuditFailed, BadState, ClosedError, ContextFull, MaskUnsupported, NoLogits, SessionBroken, UsageError
+from .errors import (
+    AuditFailed,
+    BadState,
+    ClosedError,
+    MaskUnsupported,
+    NoLogits,
+    SessionBroken,
+    UsageError,
+)
 from .generation import Generation, Request
 from .history import View, clip
-from .ledger import Ledger, Plan, State
+from .ledger import Ledger
 from .model import Model, TokenArray
 from .next_logits import NextLogits
+from .plans import Plan
 from .receipts import Audit, Receipt, Stats, Timings
 from .sampling import GREEDY, Sampler, Sampling
 from .spans import Range, Span, SpanTable, Target, runs
@@ -501,7 +511,7 @@ class Session:
         if not plan.edited:
             return 0
         first = plan.edited[0][0]
-        return int(np.count_nonzero((self._ledger.visible & plan.after.visible)[first:]))
+        return int(np.count_nonzero((self._ledger.columns.visible & plan.after.visible)[first:]))
 
     def _commit(self, verb: str, plan: Plan) -> None:
         with uninterrupted():

@@ -9,7 +9,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, TypeAlias
 
 from .errors import UnknownSpan, UsageError
 
@@ -39,7 +39,7 @@ class Span:
 
 
 #: What verbs take: a Span, a name or glob, "role:R", "tag:T", an index range, or several of these.
-Target: TypeAlias = Union[Span, str, Range, slice, range, Sequence["Target"]]
+Target: TypeAlias = Span | str | Range | slice | range | Sequence["Target"]
 
 
 def runs(flags: npt.NDArray[np.bool_]) -> list[Range]:

