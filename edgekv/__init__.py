@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .capabilities import Capability as Capability
     from .columns import State as State
     from .engine import Engine as Engine
-    from .engine import Settings as Settings
     from .errors import EdgekvError as EdgekvError
     from .generation import Generation as Generation
     from .model import Model as Model
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from .receipts import Timings as Timings
     from .sampling import Sampling as Sampling
     from .session import Session as Session
+    from .settings import Settings as Settings
     from .spans import Span as Span
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ _HOME = {
     "Receipt": "receipts",
     "Sampling": "sampling",
     "Session": "session",
-    "Settings": "engine",
+    "Settings": "settings",
     "Span": "spans",
     "State": "columns",
     "Stats": "receipts",

@@ -72,9 +72,10 @@ def start() -> None:
         _started = True
 
 
-_NEEDED: Final = tuple(
-    f"llama_memory_{verb}" for verb in ("clear", "seq_rm", "seq_cp", "seq_add", "seq_pos_max", "can_shift")
-) + ("llama_get_memory", "llama_state_seq_get_data", "llama_state_seq_set_data", "llama_model_is_hybrid")
+_NEEDED: Final = (
+    *(f"llama_memory_{verb}" for verb in ("clear", "seq_rm", "seq_cp", "seq_add", "seq_pos_max", "can_shift")),
+    *("llama_get_memory", "llama_state_seq_get_data", "llama_state_seq_set_data", "llama_model_is_hybrid"),
+)
 
 
 def json_schema_to_gbnf(schema: str) -> str:

@@ -42,7 +42,9 @@ class Columns:
 
     @classmethod
     def empty(cls, size: int) -> Columns:
-        return cls(np.empty(size, np.int32), np.empty(size, np.int8), np.empty(size, np.int16), np.empty(size, np.bool_))
+        return cls(
+            np.empty(size, np.int32), np.empty(size, np.int8), np.empty(size, np.int16), np.empty(size, np.bool_)
+        )
 
     def __len__(self) -> int:
         return len(self.pos)

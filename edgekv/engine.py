@@ -10,11 +10,9 @@ others.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -22,75 +20,19 @@ import numpy.typing as npt
 
 from . import _llama, memory, state_blob
 from ._llama import lib
+from .batch import Batch, Chunk
 from .errors import AuditFailed, ClosedError, ContextFull, DecodeFailed, MaskUnsupported, NoLogits, TooLarge, UsageError
-from .model import Model, TokenArray
+from .model import Model
+from .settings import KEEPER, NUM_RESERVED, SCRATCH, Settings
 from .steps import Drop, Move, Shift, Step
 
-SCRATCH: Final = 0
-KEEPER: Final = 1
-_RESERVED: Final = 2
-_MAX_SEQUENCES: Final = 256  # llama-cparams.h: LLAMA_MAX_SEQ
 _MAX_POS: Final = (1 << 31) - 1
-_LOGITS_BUDGET: Final = 32 * memory.MIB
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a context is opened.
-
-    n_ctx: cells, rounded up to 256. n_batch: tokens a decode call, which is also how long Ctrl-C may wait.
-    kv_type: f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use.
-    n_sessions, n_archives: sequences set aside; an archive takes masked spans whose positions do not overlap.
-    """
-
-    n_ctx: int = 4096
-    n_batch: int = 512
-    kv_type: str = "f16"
-    n_threads: int | None = None
-    flash_attention: bool = True
-    n_sessions: int = 1
-    n_archives: int = 4
-
-    @property
-    def n_sequences(self) -> int:
-        return _RESERVED + self.n_sessions * (1 + self.n_archives)
-
-    def check(self) -> None:
-        """Raise UsageError, with the remedy, for values llama.cpp would refuse or not survive."""
-        memory.check_kv_type(self.kv_type)
-        for name in ("n_ctx", "n_batch", "n_sessions", "n_archives"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.n_threads is not None and self.n_threads < 1:
-            raise UsageError(f"n_threads must be at least 1, not {self.n_threads}")
-        if self.n_sequences > _MAX_SEQUENCES:
-            raise UsageError(f"{self.n_sequences} sequences are wanted, llama.cpp has {_MAX_SEQUENCES}")
-        if self.kv_type.startswith("q") and not self.flash_attention:
-            raise UsageError(f"kv_type {self.kv_type} needs flash attention; use f16 or leave flash attention on")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens for one sequence, from position ``pos`` on; ``outputs`` says which rows of logits to keep."""
-
-    seq: int
-    pos: int
-    tokens: TokenArray
-    outputs: str = "last"  # "none", "last" or "all"
 
 
 class LogitsHolder(Protocol):
     """Somebody who still needs the rows in llama.cpp's buffer when another decode is about to overwrite them."""
 
     def keep_logits(self) -> None: ...
-
-
-def physical_cores() -> int:
-    """Physical cores this process may run on; threads beyond those slow llama.cpp down."""
-    import psutil
-
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
 
 
 class Engine:
@@ -106,14 +48,15 @@ class Engine:
         self.lock: Final = threading.RLock()
         self.can_shift: Final = bool(model.capabilities.close_gaps)
         self._refuse_too_large()
+        self.max_outputs: Final = settings.max_outputs(model.n_vocab)
         self._ctx = self._open()
         self._memory = lib.llama_get_memory(self._ctx)
         self.num_cells: Final[int] = lib.llama_n_ctx(self._ctx)
         self.n_batch: Final[int] = lib.llama_n_batch(self._ctx)
         self.cells_used = 0
         self._windowed: Final = model.n_swa > 0
-        self._free_sequences = list(range(_RESERVED, settings.n_sequences))
-        self._batch = _Batch(self.n_batch)
+        self._free_sequences = list(range(NUM_RESERVED, settings.n_sequences))
+        self._batch = Batch(self.n_batch)
         self._outputs: frozenset[int] = frozenset()
         self._holder: weakref.ref[LogitsHolder] | None = None
         self._pending_shift = False
@@ -139,7 +82,7 @@ class Engine:
         params.n_batch = params.n_ubatch = min(s.n_batch, params.n_ctx)
         params.n_seq_max = s.n_sequences
         params.n_outputs_max = self.max_outputs
-        params.n_threads = params.n_threads_batch = s.n_threads or physical_cores()
+        params.n_threads = params.n_threads_batch = s.threads
         params.flash_attn_type = 1 if s.flash_attention else 0
         params.type_k = params.type_v = _llama.KV_TYPE_IDS[s.kv_type]
         params.kv_unified = True  # several streams: a partial seq_cp aborts
@@ -149,12 +92,6 @@ class Engine:
         if not ctx:
             raise TooLarge(f"llama.cpp could not open the context: {_llama.last_messages() or 'no reason given'}")
         return ctx
-
-    @property
-    def max_outputs(self) -> int:
-        """Rows of logits one decode may keep: 32 MiB worth, at least one for every sequence."""
-        s = self.settings
-        return min(s.n_batch, max(s.n_sequences, 8, _LOGITS_BUDGET // (4 * self.model.n_vocab)))
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -373,7 +310,7 @@ class Engine:
         if not self._windowed:
             return
         self._leave(KEEPER, p0, p1)
-        for other in range(_RESERVED, self.settings.n_sequences):
+        for other in range(NUM_RESERVED, self.settings.n_sequences):
             self._copy(other, KEEPER, p0, p1)
 
     def _check_seq(self, seq: int) -> None:
@@ -405,6 +342,13 @@ class Engine:
                 return
             self.drop(SCRATCH, 0, 1)
 
+    def last_position(self, seq: int) -> int:
+        """The highest position a sequence holds, -1 when it is empty."""
+        with self.lock:
+            self._check_open()
+            self._check_seq(seq)
+            return int(lib.llama_memory_seq_pos_max(self._memory, seq))
+
     def positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
         """The positions llama.cpp really holds in a sequence, sorted, one int32 array a cache.
 
@@ -422,48 +366,7 @@ class Engine:
             return state_blob.positions(memoryview(buffer)[:size], cell_extra=12 if self.model.has_mrope else 0)
 
 
-class _Batch:
-    """The arrays of a llama_batch, owned by numpy and filled in place."""
-
-    def __init__(self, size: int) -> None:
-        self._token = np.zeros(size, np.int32)
-        self._pos = np.zeros(size, np.int32)
-        self._seq = np.zeros(size, np.int32)
-        self._logits = np.zeros(size, np.int8)
-        self._num_seq = np.ones(size, np.int32)  # 0 would be a segmentation fault
-        self._seq_at = np.uintp(self._seq.ctypes.data) + np.arange(size, dtype=np.uintp) * np.uintp(4)
-        self.native = lib.llama_batch(
-            0,
-            self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            None,
-            self._pos.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            self._num_seq.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            ctypes.cast(self._seq_at.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-            self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-        )
-
-    def fill(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Lay the chunks out one after the other; returns the index of each one's last token."""
-        at, ends = 0, []
-        for chunk in chunks:
-            end = at + len(chunk.tokens)
-            self._token[at:end] = chunk.tokens
-            self._pos[at:end] = np.arange(chunk.pos, chunk.pos + end - at)
-            self._seq[at:end] = chunk.seq
-            self._logits[at:end] = chunk.outputs == "all"
-            self._logits[end - 1] = chunk.outputs != "none"
-            ends.append(end - 1)
-            at = end
-        self.native.n_tokens = at
-        return ends
-
-    def outputs(self) -> frozenset[int]:
-        return frozenset(np.flatnonzero(self._logits[: self.native.n_tokens]).tolist())
-
-
 def _free_context(ctx: Any, model: Model) -> None:
     """Runs once, at close() or when the engine is collected; ``model`` is held so that it goes second."""
     lib.llama_free(ctx)
     model.count_engine(-1)
-
-

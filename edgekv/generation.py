@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from .model import Model, TextStream
 from .receipts import Timings
 from .sampling import GREEDY, Sampler, Sampling
 from .spans import Span
+from .tally import Turn
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,16 @@ class Request:
 class Host(Protocol):
     """What a generation needs of its session; each call holds the engine's lock."""
 
-    model: Model
-
     @property
-    def lock(self) -> threading.RLock: ...
+    def model(self) -> Model: ...
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
     def begin_generation(self, generation: Generation) -> Sampler: ...
     def is_current(self, generation: Generation) -> bool: ...
     def sample_token(self, sampler: Sampler) -> int: ...
     def read_token(self, token: int) -> int: ...
-    def shorten(self, index: int, text: str) -> list[int]: ...
-    def end_generation(self, generation: Generation) -> Span: ...
-    def timings(self, generation: Generation) -> Timings: ...
+    def shorten(self, index: int, text: str) -> list[int] | None: ...
+    def end_generation(self, generation: Generation) -> tuple[Span, Turn]: ...
 
 
 class Generation:
@@ -65,7 +65,7 @@ class Generation:
         self.tokens: list[int] = []
         self.seed: int | None = None
         self.start_index = -1
-        self.first_token_at = self.started_at = self.ended_at = 0.0
+        self._first_token_at = self._started_at = self._ended_at = 0.0
         self._host = host
         self._sampler: Sampler | None = None
         self._stream: TextStream = host.model.text_stream()
@@ -73,6 +73,7 @@ class Generation:
         self._shown = 0
         self._marks: list[int] = []  # characters complete after each token, -1 inside a character
         self._span: Span | None = None
+        self._turn = Turn()
 
     # -- what callers see ---------------------------------------------------------------------------------------
 
@@ -93,7 +94,17 @@ class Generation:
     def timings(self) -> Timings:
         """What it cost; generates what is left first."""
         self.finish()
-        return self._host.timings(self)
+        first = self._first_token_at or self._ended_at
+        return Timings(
+            prefilled=self._turn.prefilled,
+            reused=self._turn.reused,
+            masked=self._turn.masked,
+            reread=self._turn.reread,
+            generated=len(self.tokens),
+            prefill_ms=self._turn.prefill_s * 1e3,
+            ttft_ms=(self._turn.prefill_s + first - self._started_at) * 1e3,
+            decode_ms=(self._ended_at - first) * 1e3,
+        )
 
     @property
     def started(self) -> bool:
@@ -144,7 +155,7 @@ class Generation:
         if len(self.tokens) >= self.request.max_tokens:
             return self._end("length")
         token = self._host.sample_token(self._sampler)
-        self.first_token_at = self.first_token_at or time.perf_counter()
+        self._first_token_at = self._first_token_at or time.perf_counter()
         if self._host.model.is_end(token):
             return self._end("end")
         self._host.read_token(token)
@@ -154,7 +165,7 @@ class Generation:
             self._end("stop")
 
     def _start(self) -> None:
-        self.started_at = time.perf_counter()
+        self._started_at = time.perf_counter()
         self._sampler = self._host.begin_generation(self)
         self.seed = self._sampler.seed
 
@@ -164,13 +175,13 @@ class Generation:
         self._marks.append(-1 if self._stream.pending else len(self._text))
 
     def _end(self, reason: str) -> None:
-        self.ended_at = time.perf_counter()
+        self._ended_at = time.perf_counter()
         self._text += self._stream.finish() if reason != "stop" else ""
         self.finish_reason = reason
         if self._sampler is None:  # closed before it began: nothing was sampled, an empty span marks the place
             self._sampler = self._host.begin_generation(self)
         self._sampler.close()
-        self._span = self._host.end_generation(self)
+        self._span, self._turn = self._host.end_generation(self)
 
     def _find_stop(self) -> int | None:
         """Where the first stop string begins in the text not yet shown."""
@@ -178,11 +189,16 @@ class Generation:
         return min((at for at in found if at >= 0), default=None)
 
     def _cut(self, at: int) -> None:
-        """Take the stop string out of text and cache; a token it begins inside of is read again without it."""
+        """Take the stop string out of text and cache; a token it begins inside of is read again without it.
+
+        Where the model's state cannot be rewound it stays in the cache, and only the text ends before it.
+        """
         keep = max((i + 1 for i, mark in enumerate(self._marks) if 0 <= mark <= at), default=0)
         done = self._marks[keep - 1] if keep else 0
         again = self._host.shorten(self.start_index + keep, self._text[done:at])
-        self._text, self.tokens = self._text[:at], self.tokens[:keep] + again
+        self._text = self._text[:at]
+        if again is not None:
+            self.tokens = self.tokens[:keep] + again
 
     def _release(self) -> str:
         """Text that may be shown: all but what may still become a stop string."""

@@ -120,7 +120,10 @@ class Model:
         """Scalar GGUF metadata as llama.cpp prints it, arrays left out."""
         pointer = self.ptr
         pairs = (
-            (_text(lib.llama_model_meta_key_by_index, pointer, i), _text(lib.llama_model_meta_val_str_by_index, pointer, i))
+            (
+                _text(lib.llama_model_meta_key_by_index, pointer, i),
+                _text(lib.llama_model_meta_val_str_by_index, pointer, i),
+            )
             for i in range(lib.llama_model_meta_count(pointer))
         )
         return dict(sorted(pairs))

@@ -79,9 +79,6 @@ class SpanTable:
         self._spans: dict[str, Span] = {}
         self._counter = 0
 
-    def __iter__(self) -> Iterable[Span]:  # type: ignore[override]
-        return iter(self.ordered())
-
     def ordered(self) -> tuple[Span, ...]:
         return tuple(sorted(self._spans.values(), key=lambda s: (s.start, -s.stop)))
 
@@ -122,7 +119,7 @@ class SpanTable:
         if isinstance(target, (slice, range)):
             return [_index_range(target.start, target.stop, target.step)]
         if isinstance(target, tuple) and len(target) == 2 and all(_is_index(t) for t in target):
-            return [_index_range(target[0], target[1], None)]  # type: ignore[arg-type]
+            return [_index_range(target[0], target[1], None)]
         if isinstance(target, (list, tuple, set, frozenset)):
             return merge(r for item in target for r in self.resolve(item))
         raise UsageError(f"{target!r} is no target: give a Span, a name or glob, 'role:R', 'tag:T' or (start, stop)")

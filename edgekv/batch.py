@@ -1,0 +1,61 @@
+"""Chunks of tokens, and the llama_batch they are laid out in."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._llama import lib
+from .model import TokenArray
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens for one sequence, from position ``pos`` on; ``outputs`` says which rows of logits to keep."""
+
+    seq: int
+    pos: int
+    tokens: TokenArray
+    outputs: str = "last"  # "none", "last" or "all"
+
+
+class Batch:
+    """The arrays of a llama_batch, owned by numpy and filled in place."""
+
+    def __init__(self, size: int) -> None:
+        self._token = np.zeros(size, np.int32)
+        self._pos = np.zeros(size, np.int32)
+        self._seq = np.zeros(size, np.int32)
+        self._logits = np.zeros(size, np.int8)
+        self._num_seq = np.ones(size, np.int32)  # 0 would be a segmentation fault
+        self._seq_at = np.uintp(self._seq.ctypes.data) + np.arange(size, dtype=np.uintp) * np.uintp(4)
+        self.native = lib.llama_batch(
+            0,
+            self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            None,
+            self._pos.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            self._num_seq.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            ctypes.cast(self._seq_at.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def fill(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Lay the chunks out one after the other; returns the index of each one's last token."""
+        at, ends = 0, []
+        for chunk in chunks:
+            end = at + len(chunk.tokens)
+            self._token[at:end] = chunk.tokens
+            self._pos[at:end] = np.arange(chunk.pos, chunk.pos + end - at)
+            self._seq[at:end] = chunk.seq
+            self._logits[at:end] = chunk.outputs == "all"
+            self._logits[end - 1] = chunk.outputs != "none"
+            ends.append(end - 1)
+            at = end
+        self.native.n_tokens = at
+        return ends
+
+    def outputs(self) -> frozenset[int]:
+        return frozenset(np.flatnonzero(self._logits[: self.native.n_tokens]).tolist())

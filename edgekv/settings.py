@@ -1,0 +1,67 @@
+"""How a context is opened: sizes, types, threads, and the sequences set aside."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from . import memory
+from .errors import UsageError
+
+SCRATCH: Final = 0  # for building things aside
+KEEPER: Final = 1  # holds every cell of a sliding-window model, see Engine.decode
+NUM_RESERVED: Final = 2
+_MAX_SEQUENCES: Final = 256  # llama-cparams.h: LLAMA_MAX_SEQ
+_LOGITS_BUDGET: Final = 32 * memory.MIB
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a context is opened.
+
+    n_ctx: cells, rounded up to 256. n_batch: tokens a decode call, which is also how long Ctrl-C may wait.
+    kv_type: f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use.
+    n_sessions, n_archives: sequences set aside; an archive takes masked spans whose positions do not overlap.
+    """
+
+    n_ctx: int = 4096
+    n_batch: int = 512
+    kv_type: str = "f16"
+    n_threads: int | None = None
+    flash_attention: bool = True
+    n_sessions: int = 1
+    n_archives: int = 4
+
+    @property
+    def n_sequences(self) -> int:
+        return NUM_RESERVED + self.n_sessions * (1 + self.n_archives)
+
+    def check(self) -> None:
+        """Raise UsageError, with the remedy, for values llama.cpp would refuse or not survive."""
+        memory.check_kv_type(self.kv_type)
+        for name in ("n_ctx", "n_batch", "n_sessions", "n_archives"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_threads is not None and self.n_threads < 1:
+            raise UsageError(f"n_threads must be at least 1, not {self.n_threads}")
+        if self.n_sequences > _MAX_SEQUENCES:
+            raise UsageError(f"{self.n_sequences} sequences are wanted, llama.cpp has {_MAX_SEQUENCES}")
+        if self.kv_type.startswith("q") and not self.flash_attention:
+            raise UsageError(f"kv_type {self.kv_type} needs flash attention; use f16 or leave flash attention on")
+
+    @property
+    def threads(self) -> int:
+        return self.n_threads or physical_cores()
+
+    def max_outputs(self, n_vocab: int) -> int:
+        """Rows of logits one decode may keep: 32 MiB worth, at least one for every sequence."""
+        return min(self.n_batch, max(self.n_sequences, 8, _LOGITS_BUDGET // (4 * n_vocab)))
+
+
+def physical_cores() -> int:
+    """Physical cores this process may run on; threads beyond those slow llama.cpp down."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
