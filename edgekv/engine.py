@@ -226,7 +226,8 @@ class Engine:
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """float32 (n_vocab,): a copy of the logits at batch index ``row`` of the last decode."""
-        return self.logit_rows([row])[0]
+        rows = self.logit_rows([row])
+        return rows.reshape(-1)
 
     def logit_rows(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
         """float32 (len(rows), n_vocab): copies of several rows."""
@@ -352,18 +353,34 @@ class Engine:
     def positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
         """The positions llama.cpp really holds in a sequence, sorted, one int32 array a cache.
 
-        Read from the state blob, as llama.cpp has no call for it: K and V are copied too, so this is for checks.
-        A sliding-window model has two caches; the second lists only what is inside the window.
+        Read from state blobs, as llama.cpp has no call for it: K and V are copied too, so this is for checks. A
+        sliding-window model has two caches, and a blob leaves out what lies outside the window of its sequence: so
+        the second is read in slices, each copied to scratch, where it is the window.
         """
         with self.lock:
             self._check_seq(seq)
             self.settle()
-            size = lib.llama_state_seq_get_size(self.ctx, seq)
-            buffer = np.empty(max(1, size), np.uint8)
-            pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-            if lib.llama_state_seq_get_data(self._ctx, pointer, size, seq) != size:
-                raise AuditFailed(f"llama.cpp did not give the state of sequence {seq}")
-            return state_blob.positions(memoryview(buffer)[:size], cell_extra=12 if self.model.has_mrope else 0)
+            caches = self._blob_positions(seq)
+            if len(caches) < 2 or seq == SCRATCH:
+                return caches
+            width = max(1, self.model.n_swa // 2)
+            slices = [self._slice_positions(seq, int(i) * width, width) for i in np.unique(caches[0] // width)]
+            return [caches[0], np.concatenate(slices) if slices else caches[1]]
+
+    def _slice_positions(self, seq: int, p0: int, width: int) -> npt.NDArray[np.int32]:
+        self._copy(seq, SCRATCH, p0, p0 + width)
+        try:
+            return self._blob_positions(SCRATCH)[1]
+        finally:
+            self._leave(SCRATCH, p0, p0 + width)
+
+    def _blob_positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
+        size = lib.llama_state_seq_get_size(self.ctx, seq)
+        buffer = np.empty(max(1, size), np.uint8)
+        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if lib.llama_state_seq_get_data(self._ctx, pointer, size, seq) != size:
+            raise AuditFailed(f"llama.cpp did not give the state of sequence {seq}")
+        return state_blob.positions(buffer.data[:size], cell_extra=12 if self.model.has_mrope else 0)
 
 
 def _free_context(ctx: Any, model: Model) -> None:
