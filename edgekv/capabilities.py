@@ -6,9 +6,10 @@ answers True to a middle ``seq_rm`` and keeps the text, so its bool is never ask
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class MemoryKind:
 # Their caches compress across tokens: a partial seq_cp aborts the process.
 _NO_PARTIAL_COPY: Final = frozenset({"deepseek4"})
 
+_HADAMARD: Final = 64  # llama-kv-cache.cpp: the smallest matrix a quantised K is turned by
+
 _M_ROPE = "positions have several components (M-RoPE), which llama.cpp cannot shift; gaps are kept"
 _YARN = "RoPE is scaled by YaRN or an attention factor: a shift would rescale every K row; gaps are kept"
 
@@ -82,6 +85,35 @@ def _close_gaps(kind: MemoryKind) -> Capability:
     if not kind.can_shift:
         return Capability(False, f"llama.cpp cannot shift positions of {kind.arch}; gaps are kept")
     return Capability(True, "RoPE can be shifted")
+
+
+def close_gaps_in(kv_type: str, close_gaps: Capability, header: Mapping[str, Any]) -> Capability:
+    """``close_gaps`` of a model, narrowed to a cache of that type.
+
+    llama.cpp stores quantised K turned by a Hadamard matrix and turns it back for a shift. Where it has no such
+    matrix, or RoPE covers only part of a head, the shift ends the process (llama-kv-cache.cpp, build_rope_shift;
+    half of that is llama.cpp pull request 25636).
+    """
+    if not close_gaps or not kv_type.startswith("q") or _turns_whole_heads(header):
+        return close_gaps
+    return Capability(False, "llama.cpp cannot shift quantised keys of this model's head size; gaps are kept")
+
+
+def _turns_whole_heads(header: Mapping[str, Any]) -> bool:
+    arch = header.get("general.architecture", "")
+    heads = _largest(header.get(f"{arch}.attention.head_count")) or 1
+    head = int(header.get(f"{arch}.attention.key_length", _largest(header.get(f"{arch}.embedding_length")) // heads))
+    others = ("attention.key_length_swa", "rope.dimension_count", "rope.dimension_count_swa")
+    same = all(header.get(f"{arch}.{name}", head) == head for name in others)
+    return same and head % _HADAMARD == 0 and not _is_set("LLAMA_ATTN_ROT_DISABLE")
+
+
+def _largest(value: Any) -> int:
+    return max((int(v) for v in value), default=0) if isinstance(value, list) else int(value or 0)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0").strip() not in ("", "0")
 
 
 def rescales(arch: str, metadata: Mapping[str, str]) -> bool:

@@ -46,7 +46,8 @@ class Engine:
         self.model: Final = model
         self.settings: Final = settings
         self.lock: Final = threading.RLock()
-        self.can_shift: Final = bool(model.capabilities.close_gaps)
+        self.close_gaps: Final = model.close_gaps(settings.kv_type)
+        self.can_shift: Final = bool(self.close_gaps)
         self._refuse_too_large()
         self.max_outputs: Final = settings.max_outputs(model.n_vocab)
         self._ctx = self._open()
@@ -65,9 +66,10 @@ class Engine:
 
     def _refuse_too_large(self) -> None:
         s = self.settings
-        need = self.model.estimate(s.n_ctx, s.kv_type, s.n_batch)
+        n_batch = min(s.n_batch, memory.cells_for(s.n_ctx))
+        need = self.model.estimate(s.n_ctx, s.kv_type, n_batch)
         if need.cache + need.buffers > need.free:
-            room = memory.largest_context(self.model.header, 0, s.kv_type, s.n_batch)
+            room = memory.largest_context(self.model.header, 0, s.kv_type, n_batch)
             raise TooLarge(
                 f"a cache of {s.n_ctx:,} cells in {s.kv_type} needs {need.cache / 1e6:,.0f} MB and "
                 f"{need.free / 1e6:,.0f} MB are free; n_ctx={room} would fit, or kv_type='q8_0'"
@@ -264,14 +266,20 @@ class Engine:
             self.cells_used -= p1 - p0
 
     def move(self, step: Move) -> None:
-        """Hand cells from one sequence to another, shifted on the way in scratch, where nothing can collide."""
+        """Hand cells from one sequence to another, shifted on the way in scratch, where nothing can collide.
+
+        Raises MaskUnsupported where llama.cpp would answer yes and keep the text (recurrent, hybrid), or abort.
+        """
         with self.lock:
+            if not self.model.capabilities.mask:
+                raise MaskUnsupported(self.model.capabilities.mask.reason)
             self._check_range(step.src, step.p0, step.p1)
             self._check_seq(step.dst)
             if not step.delta:
                 self._copy(step.src, step.dst, step.p0, step.p1)
                 self._leave(step.src, step.p0, step.p1)
                 return
+            self._check_shift(step.p0, step.p1, step.delta)
             self._copy(step.src, SCRATCH, step.p0, step.p1)
             self._leave(step.src, step.p0, step.p1)
             self.shift(SCRATCH, step.p0, step.p1, step.delta)
@@ -286,10 +294,7 @@ class Engine:
         """
         with self.lock:
             self._check_range(seq, p0, p1)
-            if not self.can_shift:
-                raise MaskUnsupported(self.model.capabilities.close_gaps.reason)
-            if p0 + delta < 0 or p1 + delta > _MAX_POS:
-                raise UsageError(f"a shift by {delta} moves [{p0}, {p1}) out of the range of positions")
+            self._check_shift(p0, p1, delta)
             lib.llama_memory_seq_add(self._memory, seq, p0, p1, delta)
             self._pending_shift = True
 
@@ -317,6 +322,12 @@ class Engine:
     def _check_seq(self, seq: int) -> None:
         if not 0 <= seq < self.settings.n_sequences:
             raise UsageError(f"sequence {seq} is none of this engine's [0, {self.settings.n_sequences})")
+
+    def _check_shift(self, p0: int, p1: int, delta: int) -> None:
+        if not self.can_shift:
+            raise MaskUnsupported(self.close_gaps.reason)
+        if p0 + delta < 0 or p1 + delta > _MAX_POS:
+            raise UsageError(f"a shift by {delta} moves [{p0}, {p1}) out of the range of positions")
 
     def _check_range(self, seq: int, p0: int, p1: int) -> None:
         self._check_open()

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from .errors import UsageError
+from ._llama import uninterrupted
+from .errors import BadState, UsageError
 from .model import Model, TextStream
 from .receipts import Timings
 from .sampling import GREEDY, Sampler, Sampling
@@ -87,7 +88,8 @@ class Generation:
     def span(self) -> Span:
         """The generated tokens' span; generates what is left first."""
         self.finish()
-        assert self._span is not None  # every end registers it
+        if self._span is None:
+            raise BadState("this generation failed before its first token: it has no span")
         return self._span
 
     @property
@@ -122,28 +124,35 @@ class Generation:
 
     def close(self) -> None:
         """End it where it is; what was generated stays in the session."""
-        if not self.finished:
-            self._end("closed")
+        with self._host.lock, uninterrupted():
+            if not self.finished:
+                self._end("closed")
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        while not self.finished:
-            with self._host.lock:
-                try:
-                    self._step()
-                except BaseException:
-                    self.close()
-                    raise
-            if piece := self._release():
-                return piece
-        raise StopIteration
+        while True:
+            with self._host.lock:  # a verb of another thread may have ended it since the last step
+                if not self.finished:
+                    self._try_step()
+                if piece := self._release():
+                    return piece
+                if self.finished:
+                    raise StopIteration
 
     def __repr__(self) -> str:
         return f"<Generation {len(self.tokens)} tokens, {self.finish_reason or 'open'}>"
 
     # -- how it works -------------------------------------------------------------------------------------------
+
+    def _try_step(self) -> None:
+        try:
+            with uninterrupted():  # a token is in the cache and in the text, or in neither
+                self._step()
+        except BaseException:
+            self._give_up()
+            raise
 
     def _step(self) -> None:
         """One token: sample, read it into the cache, look for an end."""
@@ -163,6 +172,13 @@ class Generation:
         if (at := self._find_stop()) is not None:
             self._cut(at)
             self._end("stop")
+
+    def _give_up(self) -> None:
+        with uninterrupted():
+            if self.started:
+                self.close()
+            else:
+                self.finish_reason = "closed"  # it never began: it has no span
 
     def _start(self) -> None:
         self._started_at = time.perf_counter()

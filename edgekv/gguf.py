@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Final
 from .errors import DamagedModel, NotGGUF
 
 MAGIC: Final = b"GGUF"
+TENSOR_COUNT: Final = "GGUF.tensor_count"  # gguf-py's name for what stands in front of the metadata
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING: Final = 8
 _ARRAY: Final = 9
@@ -32,7 +33,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise NotGGUF(f"{path} is not a GGUF file (it does not begin with 'GGUF'); convert it with llama.cpp first")
         try:
             return _Reader(file).metadata()
-        except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError) as err:
+        except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError, RecursionError) as err:
             raise DamagedModel(f"{path} ends or breaks inside its header; fetch or copy it again") from err
 
 
@@ -41,10 +42,10 @@ class _Reader:
         self._file = file
 
     def metadata(self) -> dict[str, Any]:
-        version, _tensors, count = self._unpack("IQQ")
+        version, tensors, count = self._unpack("IQQ")
         if version not in (2, 3):
-            raise NotGGUF(f"GGUF version {version} is not supported (2 and 3 are, little-endian)")
-        found: dict[str, Any] = {}
+            raise NotGGUF(f"{self._file.name} has GGUF version {version}; 2 and 3 are supported, little-endian")
+        found: dict[str, Any] = {TENSOR_COUNT: tensors}
         for _ in range(count):
             key = self._string()
             if key == "tokenizer.ggml.tokens" and f"{found.get('general.architecture')}.block_count" in found:

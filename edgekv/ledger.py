@@ -61,6 +61,11 @@ class Ledger:
         return self._columns.first(self._n)
 
     @property
+    def blank(self) -> bool:
+        """Whether no token belongs to the transcript: none was read, or all were dropped."""
+        return self.count(State.DROPPED) == self._n
+
+    @property
     def visible_tokens(self) -> npt.NDArray[np.int32]:
         return self.tokens[self.columns.visible]
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from . import _llama, capabilities, catalog, gguf, memory
 from ._llama import lib
+from .capabilities import Capability
 from .errors import BadState, ClosedError, DamagedModel, NotGenerative, TooLarge, UsageError
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
@@ -47,10 +48,11 @@ class Model:
         self.n_ctx_train: Final[int] = lib.llama_model_n_ctx_train(self._ptr)
         self.n_swa: Final[int] = lib.llama_model_n_swa(self._ptr)
         self._pieces: dict[tuple[int, bool], bytes] = {}
+        self.capabilities: Final = self._ask_capabilities()
 
     def _refuse_unloadable(self) -> None:
         arch = self.header.get("general.architecture", "")
-        if f"{arch}.block_count" not in self.header:
+        if f"{arch}.block_count" not in self.header or not self.header[gguf.TENSOR_COUNT]:
             raise NotGenerative(f"{self.path} holds a vocabulary but no model; nothing can be generated with it")
         size, free = self.path.stat().st_size, memory.free_ram()
         if size > free:
@@ -160,9 +162,8 @@ class Model:
         rope = int(lib.llama_model_rope_type(self.ptr))
         return rope > 0 and bool(rope & _ROPE_MROPE)
 
-    @cached_property
-    def capabilities(self) -> capabilities.Capabilities:
-        """What this model's memory can do, each answer with its reason. Opens a 256-cell context once to ask."""
+    def _ask_capabilities(self) -> capabilities.Capabilities:
+        """What this model's memory can do, each answer with its reason; opens a small context (10 ms) to ask."""
         return capabilities.answer(
             capabilities.MemoryKind(
                 arch=self.arch,
@@ -173,6 +174,10 @@ class Model:
                 rescales=capabilities.rescales(self.arch, self.metadata),
             )
         )
+
+    def close_gaps(self, kv_type: str) -> Capability:
+        """Whether gaps can be closed in a cache of that type: a quantised one may forbid what the model allows."""
+        return capabilities.close_gaps_in(kv_type, self.capabilities.close_gaps, self.header)
 
     def _probe_shift(self) -> bool:
         params = lib.llama_context_default_params()
@@ -202,14 +207,19 @@ class Model:
     @cached_property
     def bos(self) -> int | None:
         """The token every text begins with, None where the vocabulary asks for none."""
-        wanted = lib.llama_vocab_get_add_bos(self._vocab)
-        token = int(lib.llama_vocab_bos(self._vocab))
+        wanted = lib.llama_vocab_get_add_bos(self.vocab)
+        token = int(lib.llama_vocab_bos(self.vocab))
         return token if wanted and token >= 0 else None
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends a generation (end of sequence or of turn)."""
         self._check_open()
         return bool(lib.llama_vocab_is_eog(self._vocab, self.check_token(token)))
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Every token that ends a generation."""
+        return tuple(t for t in range(self.n_vocab) if self.is_end(t))
 
     def check_token(self, token: int) -> int:
         if not 0 <= token < self.n_vocab:
@@ -218,6 +228,8 @@ class Model:
 
     def check_tokens(self, tokens: Iterable[int] | TokenArray) -> TokenArray:
         """Tokens as int32 (n,); raises UsageError for one outside the vocabulary, which llama.cpp may not survive."""
+        if isinstance(tokens, (str, bytes, bytearray)):
+            raise UsageError("text is a str: decode bytes, and tokenize a str first")
         wide = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
         if wide.size and (wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer)):
             raise UsageError("tokens are a flat sequence of whole numbers")

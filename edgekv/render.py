@@ -11,17 +11,27 @@ if TYPE_CHECKING:
     from .spans import Span
 
 
-def session_table(session: Session) -> str:
-    """The spans and their states, a line each, and a line of totals."""
+_PREVIEW = 48
+
+
+def session_table(session: Session, width: int = 0) -> str:
+    """The spans and their states, a line each, and a line of totals; fitted to ``width`` columns unless that is 0."""
     rows = [("span", "role", "tokens", "state", "text"), *(_row(session, s) for s in session.spans)]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
+    room = max(8, width - sum(widths) - 8) if width else _PREVIEW
+    lines = [_line(row, widths, min(room, _PREVIEW)) for row in rows]
     stats = session.stats
     totals = (
-        f"{count(stats.visible, 'token')} visible, {stats.masked:,} masked, {stats.evicted:,} evicted · "
-        f"{stats.cells_used:,} of {stats.cells:,} cells, {stats.kv_bytes_used / 1e6:,.1f} MB of KV in use"
+        f"{count(stats.visible, 'token')} visible, {stats.masked:,} masked, {stats.evicted:,} evicted",
+        f"{stats.cells_used:,} of {stats.cells:,} cells, {stats.kv_bytes_used / 1e6:,.1f} MB of KV in use",
     )
-    return "\n".join([*lines, totals])
+    line = " · ".join(totals)
+    return "\n".join([*lines, *(totals if width and len(line) > width else [line])])
+
+
+def _line(row: tuple[str, ...], widths: list[int], room: int) -> str:
+    text = row[4] if len(row[4]) <= room else row[4][: room - 1] + "…"
+    return "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), text]).rstrip()
 
 
 def _row(session: Session, span: Span) -> tuple[str, str, str, str, str]:
@@ -33,7 +43,9 @@ def _row(session: Session, span: Span) -> tuple[str, str, str, str, str]:
     return (span.name, span.role or "-", f"[{span.start}, {span.stop})", state, _preview(session, span))
 
 
-def _preview(session: Session, span: Span, width: int = 48) -> str:
-    tokens = session.tokens[span.start : min(span.stop, span.start + width)]
+def _preview(session: Session, span: Span) -> str:
+    """The beginning of a span's text; what a terminal would act on is shown as U+FFFD."""
+    most = 4 * _PREVIEW  # a token may be a quarter of a character
+    tokens = session.tokens[span.start : min(span.stop, span.start + most)]
     text = " ".join(session.model.detokenize(tokens).split())
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)

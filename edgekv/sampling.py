@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import re
 import secrets
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,10 +22,15 @@ import numpy.typing as npt
 from . import _llama
 from ._llama import lib
 from .engine import Engine
-from .errors import GrammarError, GrammarStuck, UsageError
+from .errors import ClosedError, GrammarError, GrammarStuck, UsageError
 from .model import Model
 
 _MIN_KEEP: Final = 1
+_MOST_COUNTED: Final = 1 << 20  # llama.cpp allocates a ring of penalty_last_n tokens, and aborts where it cannot
+# llama.cpp reads a grammar by recursion; 30,000 parentheses, or as many rules in a chain, overflow an 8 MB stack.
+_LONGEST_GRAMMAR: Final = 1 << 18
+_DEEPEST_GRAMMAR: Final = 500
+_LITERAL: Final = re.compile(r"""\"(?:\\.|[^\"\\])*\"|\[(?:\\.|[^\]\\])*\]|#.*""")
 _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
 
 
@@ -58,14 +64,14 @@ class Sampling:
     def __post_init__(self) -> None:
         rules = (
             (0 <= self.temperature < math.inf, "temperature must be 0 or more"),
-            (self.top_k >= 0, "top_k must be 0 (off) or more"),
+            (0 <= self.top_k < 2**31, "top_k must be in [0 (off), 2**31)"),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]"),
             (0 <= self.min_p <= 1, "min_p must be in [0, 1]"),
             (0 < self.typical <= 1, "typical must be in (0, 1]"),
             (0 < self.repeat_penalty < math.inf, "repeat_penalty must be above 0 (1 is off)"),
             (math.isfinite(self.presence_penalty), "presence_penalty must be finite"),
             (math.isfinite(self.frequency_penalty), "frequency_penalty must be finite"),
-            (self.penalty_last_n >= 0, "penalty_last_n must be 0 (off) or more"),
+            (0 <= self.penalty_last_n <= _MOST_COUNTED, f"penalty_last_n must be in [0 (off), {_MOST_COUNTED}]"),
             (self.seed is None or 0 <= self.seed < 2**32 - 1, "seed must be in [0, 2**32 - 1)"),
             (self.grammar is None or self.json_schema is None, "give a grammar or a json_schema, not both"),
         )
@@ -124,12 +130,17 @@ class Sampler:
     def close(self) -> None:
         self._free()
 
+    def _check_open(self) -> None:
+        if not self._free.alive:
+            raise ClosedError("the sampler was closed")
+
     def sample(self, engine: Engine, row: int) -> int:
         """Draw from the logits at batch index ``row`` of the engine's last decode.
 
         Raises NoLogits where there are none, GrammarStuck when the grammar allows no token.
         """
         engine.check_row(row)
+        self._check_open()
         if self._careful:
             return self.sample_array(engine.logits(row))
         return int(lib.llama_sampler_sample(self._chain, engine.ctx, row))
@@ -140,6 +151,7 @@ class Sampler:
         The way for logits another session's decode has overwritten, and for grammars: the token is looked at
         before the chain accepts it, as accepting one the grammar rejects would abort the process.
         """
+        self._check_open()
         entries = self._candidates(logits)
         array = lib.llama_token_data_array(
             entries.ctypes.data_as(ctypes.POINTER(lib.llama_token_data)), len(entries), -1, False
@@ -203,7 +215,21 @@ def _grammar(model: Model, gbnf: str) -> Any:
     _llama.forget_messages()
     if "\0" in gbnf:
         raise GrammarError("a grammar cannot hold a NUL character")
+    if len(gbnf) > _LONGEST_GRAMMAR or _nesting(gbnf) > _DEEPEST_GRAMMAR:
+        raise GrammarError(
+            f"a grammar of {len(gbnf):,} characters, {_nesting(gbnf)} groups deep, is more than llama.cpp survives "
+            f"({_LONGEST_GRAMMAR:,} characters, {_DEEPEST_GRAMMAR} groups)"
+        )
     part = lib.llama_sampler_init_grammar(model.vocab, gbnf.encode("utf-8", "replace"), b"root")
     if not part:  # a NULL in a chain is a segmentation fault
         raise GrammarError(f"llama.cpp cannot read the grammar: {_llama.last_messages() or 'is there a root rule?'}")
     return part
+
+
+def _nesting(gbnf: str) -> int:
+    """The most groups open at once, outside strings, character classes and comments."""
+    deepest = depth = 0
+    for char in _LITERAL.sub("", gbnf):
+        depth += (char == "(") - (char == ")" and depth > 0)
+        deepest = max(deepest, depth)
+    return deepest

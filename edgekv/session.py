@@ -15,7 +15,7 @@ import numpy.typing as npt
 from . import catalog, render
 from .columns import State
 from .engine import Engine
-from .errors import ClosedError, MaskUnsupported, SessionBroken, UnknownSpan, UsageError
+from .errors import BadState, ClosedError, MaskUnsupported, SessionBroken, UnknownSpan, UsageError
 from .generation import Generation, Request
 from .model import Model, TokenArray
 from .receipts import Audit, Receipt, Stats
@@ -113,6 +113,8 @@ class Session:
         self._check_open()
         if self._transcript.broken:
             raise SessionBroken(self._transcript.broken)
+        if self._transcript.reading:
+            raise BadState("an append of this session is still reading; its progress callback cannot change it")
         generation = self._generation
         if generation is None or generation.finished:
             return
@@ -162,7 +164,8 @@ class Session:
         Cost: every token is read once. Raises ContextFull, UsageError (name taken, bad token); nothing has changed.
         """
         if name is not None:
-            self._spans.check_name(name)
+            self._check_name(name)
+        labels = frozenset((tags,) if isinstance(tags, str) else tags)
         tokens = self._tokens(text, special=special)
         bos = self._bos_for(text) if len(tokens) else np.empty(0, np.int32)
         name = name or self._spans.free_name(role or "text")
@@ -170,18 +173,23 @@ class Session:
         def register(read: Range) -> Span:
             if len(bos):
                 self._spans.add(Span(_BOS_NAME, read[0], read[0] + 1, "control"))
-            return self._spans.add(Span(name, read[1] - len(tokens), read[1], role, frozenset(tags)))
+            return self._spans.add(Span(name, read[1] - len(tokens), read[1], role, labels))
 
         if not len(tokens):
             return register((len(self._ledger), len(self._ledger)))
         return self._transcript.read(np.concatenate([bos, tokens]), register)
+
+    def _check_name(self, name: str) -> None:
+        if name == _BOS_NAME:
+            raise UsageError(f"{name!r} is the span of the model's own first token; choose another name")
+        self._spans.check_name(name)
 
     def _tokens(self, text: str | Iterable[int] | TokenArray, *, special: bool = False) -> TokenArray:
         return self.model.tokenize(text, special=special) if isinstance(text, str) else self.model.check_tokens(text)
 
     def _bos_for(self, text: object) -> TokenArray:
         """The BOS token in front of a session's first text; token ids are read as given."""
-        first = isinstance(text, str) and not len(self._ledger) and self.model.bos is not None
+        first = isinstance(text, str) and self._ledger.blank and self.model.bos is not None
         return np.asarray([self.model.bos] if first else [], np.int32)
 
     @_verb
@@ -192,8 +200,8 @@ class Session:
         MaskUnsupported (a state that cannot be rewound).
         """
         tokens = self._tokens(text)
-        forced = self._transcript.teacher_force(tokens)
-        parts = [_log_softmax_at(rows, tokens[at : at + len(rows)]) for at, rows in forced]
+        with contextlib.closing(self._transcript.teacher_force(tokens)) as forced:  # whatever happens, its end runs
+            parts = [_log_softmax_at(rows, tokens[at : at + len(rows)]) for at, rows in forced]
         return np.concatenate(parts) if parts else np.empty(0, np.float64)
 
     @_verb
@@ -204,8 +212,9 @@ class Session:
         """
         tokens = self._tokens(text)
         out = np.empty((len(tokens), self.model.n_vocab), np.float32)
-        for at, rows in self._transcript.teacher_force(tokens):
-            out[at : at + len(rows)] = rows
+        with contextlib.closing(self._transcript.teacher_force(tokens)) as forced:
+            for at, rows in forced:
+                out[at : at + len(rows)] = rows
         return out
 
     @_verb
@@ -234,7 +243,7 @@ class Session:
         (what was generated stays), NoLogits (empty session), GrammarStuck; GrammarError at its start.
         """
         if name is not None:
-            self._spans.check_name(name)
+            self._check_name(name)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._generation = Generation(self, Request(max_tokens, sampling, stops, name, role))
         return self._generation
@@ -242,7 +251,7 @@ class Session:
     def begin_generation(self, generation: Generation) -> Sampler:
         """For Generation: its sampler, with penalties that count what is visible now."""
         self._check_open()
-        if not len(self._ledger) and self.model.bos is not None:
+        if self._ledger.blank and self.model.bos is not None:
             bos = np.asarray([self.model.bos], np.int32)
             self._transcript.read(bos, lambda read: self._spans.add(Span(_BOS_NAME, *read, "control")))
         generation.start_index = len(self._ledger)
@@ -373,7 +382,7 @@ class Session:
         if gap not in ("close", "keep"):
             raise UsageError(f"gap is 'close' or 'keep', not {gap!r}")
         if gap == "close" and not self.engine.can_shift:
-            return "keep", (self.model.capabilities.close_gaps.reason,)
+            return "keep", (self.engine.close_gaps.reason,)
         return gap, ()
 
     # -- looking ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ SCRATCH: Final = 0  # for building things aside
 KEEPER: Final = 1  # holds every cell of a sliding-window model, see Engine.decode
 NUM_RESERVED: Final = 2
 _MAX_SEQUENCES: Final = 256  # llama-cparams.h: LLAMA_MAX_SEQ
+_MAX_THREADS: Final = 512  # ggml.h: GGML_MAX_N_THREADS; far beyond it llama.cpp dies of a stack overflow
 _LOGITS_BUDGET: Final = 32 * memory.MIB
 
 
@@ -41,10 +42,10 @@ class Settings:
         """Raise UsageError, with the remedy, for values llama.cpp would refuse or not survive."""
         memory.check_kv_type(self.kv_type)
         for name in ("n_ctx", "n_batch", "n_sessions", "n_archives"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.n_threads is not None and self.n_threads < 1:
-            raise UsageError(f"n_threads must be at least 1, not {self.n_threads}")
+            if not 1 <= getattr(self, name) < 1 << 31:
+                raise UsageError(f"{name} must be at least 1 and below 2**31, not {getattr(self, name)}")
+        if self.n_threads is not None and not 1 <= self.n_threads <= _MAX_THREADS:
+            raise UsageError(f"n_threads must be from 1 to {_MAX_THREADS}, not {self.n_threads}")
         if self.n_sequences > _MAX_SEQUENCES:
             raise UsageError(f"{self.n_sequences} sequences are wanted, llama.cpp has {_MAX_SEQUENCES}")
         if self.kv_type.startswith("q") and not self.flash_attention:
@@ -55,8 +56,11 @@ class Settings:
         return self.n_threads or physical_cores()
 
     def max_outputs(self, n_vocab: int) -> int:
-        """Rows of logits one decode may keep: 32 MiB worth, at least one for every sequence."""
-        return min(self.n_batch, max(self.n_sequences, 8, _LOGITS_BUDGET // (4 * n_vocab)))
+        """Rows of logits one decode may keep: 32 MiB worth, at least one for every sequence.
+
+        llama.cpp aborts with fewer rows than sequences, also where a batch is smaller than that.
+        """
+        return max(self.n_sequences, min(self.n_batch, max(8, _LOGITS_BUDGET // (4 * n_vocab))))
 
 
 def physical_cores() -> int:

@@ -7,7 +7,7 @@ two say the same afterwards, or the transcript is marked broken with a message t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Final, TypeVar
 
 import numpy as np
@@ -44,6 +44,7 @@ class Transcript:
         self.spans: Final = SpanTable()
         self.tally: Final = Tally()
         self.broken = ""
+        self.reading = False  # while the progress callback may run
         self.progress: Progress | None = None
         self._next = NextLogits(engine)
         self._original: tuple[int, View, npt.NDArray[np.float32]] | None = None
@@ -60,45 +61,45 @@ class Transcript:
         ``register`` gets their index range, and runs in the same uninterrupted breath as the ledger's entry.
         """
         self.ledger.check_room(len(tokens), self.engine.cells_free)
-        start, done, row = self.ledger.cursor, 0, 0
-        began = time.perf_counter()
-        self._next.clear()
+        start, done = self.ledger.cursor, 0
+        began, length = time.perf_counter(), len(self.ledger)
+        self._next.keep_logits()
+        before = self._next
         try:
+            self.reading, self._next = True, NextLogits(self.engine)
             while done < len(tokens):
                 part = tokens[done : done + self.engine.n_batch]
                 with uninterrupted():
-                    row = self._decode(start + done, part, last=done + len(part) == len(tokens))
+                    self._decode(start + done, part, last=done + len(part) == len(tokens))
                     done += len(part)
                 if self.progress is not None:
                     self.progress(done, len(tokens))
             with uninterrupted():
-                read = self._record(tokens, start, row)
+                read = self.ledger.append(tokens, start)
                 self.tally.read(len(tokens), time.perf_counter() - began)
                 return register(read)
         except BaseException:
-            self._drop_unrecorded(start, start + done - self.ledger.cursor)
+            with uninterrupted():
+                if len(self.ledger) == length:
+                    self._next = before
+                    self._drop(start, done)
             raise
+        finally:
+            self.reading = False
 
-    def _decode(self, pos: int, tokens: TokenArray, *, last: bool = True) -> int:
+    def _decode(self, pos: int, tokens: TokenArray, *, last: bool = True) -> None:
+        """Read tokens at ``pos``; behind the last of them are the next logits, under the view there is now."""
         chunk = Chunk(self._live, pos, tokens, "last" if last else "none")
-        return self.engine.decode([chunk], self._next if last else None)[0]
+        row = self.engine.decode([chunk], self._next if last else None)[0]
+        if last:
+            self._next.in_buffer(row, self.ledger.view)
 
-    def _record(self, tokens: TokenArray, pos: int, row: int) -> Range:
-        read = self.ledger.append(tokens, pos)
-        self._next.in_buffer(row, self.ledger.view)
-        return read
-
-    def _drop_unrecorded(self, start: int, count: int) -> None:
-        if count <= 0:
-            return
-        with uninterrupted():
-            self._next.clear()
-            self._drop(start, start + count)
-
-    def _drop(self, p0: int, p1: int) -> None:
+    def _drop(self, start: int, count: int) -> None:
         """Take cells behind the cursor away again. A recurrent state cannot: then the session is broken."""
+        if not count:
+            return
         if self.engine.model.capabilities.rewind:
-            self.engine.drop(self._live, p0, p1)
+            self.engine.drop(self._live, start, start + count)
         else:
             self.broken = "a read was interrupted and this model's state cannot be rewound; open a new session"
 
@@ -107,11 +108,12 @@ class Transcript:
         self.ledger.check_room(1, self.engine.cells_free)
         cursor, tokens = self.ledger.cursor, np.asarray([token], np.int32)
         with uninterrupted():
-            index, _ = self._record(tokens, cursor, self._decode(cursor, tokens))
+            self._decode(cursor, tokens)
+            index, _ = self.ledger.append(tokens, cursor)
         self.tally.generated += 1
         return index
 
-    def teacher_force(self, tokens: TokenArray) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    def teacher_force(self, tokens: TokenArray) -> Generator[tuple[int, npt.NDArray[np.float32]], None, None]:
         """(index, float32 rows) that predict tokens[index:], read in batches and dropped at the end."""
         if not self.engine.model.capabilities.rewind:
             raise MaskUnsupported(f"nothing can be scored: {self.engine.model.capabilities.rewind.reason}")
@@ -180,14 +182,13 @@ class Transcript:
         with uninterrupted():
             self._apply(reread.plan)
             try:
-                row = self._decode(reread.pos, token)
+                self._decode(reread.pos, token)
             except BaseException:
                 self._undo(reread)
                 raise
             self.ledger.commit(reread.plan)
             if changed:
                 self.ledger.history.computed_again(reread.index, self.ledger.view)
-            self._next.in_buffer(row, self.ledger.view)
 
     def _undo(self, reread: Reread) -> None:
         if reread.undo:

@@ -23,12 +23,11 @@ from edgekv.errors import EdgekvError, UsageError
 # name -> (where the command is, the first sentence of its help: a test compares)
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("edgekv.cli.demo:demo", "Show the whole idea in a minute, on a small model"),
-    "run": ("edgekv.cli.run:run", "Chat with a model and mask, unmask or park parts of the context"),
+    "run": ("edgekv.cli.run:run", "Read files as named parts, hide some of them, ask a question"),
     "inspect": (
         "edgekv.cli.inspect:inspect_",
         "Say what a model file is and whether its cache can be masked",
     ),
-    "bench": ("edgekv.cli.bench:bench", "Measure masking against a restart on this machine"),
     "models": ("edgekv.cli.models:models", "List, fetch and find the models known by name"),
     "doctor": ("edgekv.cli.doctor:doctor", "Check that edgekv and llama.cpp work here"),
 }

@@ -11,8 +11,9 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
@@ -84,6 +85,23 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} GB"
+
+
+def print_facts(rows: Iterable[tuple[str, str]]) -> None:
+    """Lines of a name and what there is to say, on stdout.
+
+    On a terminal the saying wraps beside the name's column; piped, a fact stays one line, for grep.
+    """
+    from rich.text import Text
+
+    facts, out = list(rows), console()
+    indent = max((len(name) for name, _ in facts), default=0) + 2
+    width = out.width - indent if out.is_terminal or "COLUMNS" in os.environ else sys.maxsize
+    for name, value in facts:
+        printable = "".join(c if c.isprintable() else "\ufffd" for c in value)  # no file may steer the terminal
+        wrapped = textwrap.wrap(printable, max(20, width), break_long_words=False, break_on_hyphens=False)
+        said = f"\n{' ' * indent}".join(wrapped)
+        out.print(Text.assemble((name.ljust(indent), "bold"), said), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -162,7 +180,8 @@ class PlainProgress:
         return size(count) if self._unit == "B" else f"{count:,} {self._unit}".rstrip()
 
 
-def _complete_model(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_model(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """For shell completion: the names of the manifest, then files."""
     names = [CompletionItem(entry.name) for entry in entries() if entry.name.startswith(incomplete)]
     return [*names, CompletionItem(incomplete, type="file")]
 
@@ -184,12 +203,12 @@ def model_option(function: F) -> F:
         default=DEFAULT,
         show_default=True,
         help=_MODEL_HELP,
-        shell_complete=_complete_model,
+        shell_complete=complete_model,
     )(function)
 
 
 def model_argument(function: F) -> F:
     """An optional ``[NAME|FILE]``, as the parameter ``model``: a str for ``catalog.resolve``."""
     return click.argument(
-        "model", metavar="[NAME|FILE]", default=DEFAULT, required=False, shell_complete=_complete_model
+        "model", metavar="[NAME|FILE]", default=DEFAULT, required=False, shell_complete=complete_model
     )(function)

@@ -141,7 +141,7 @@ class Machine(RuleBasedStateMachine):
         try:
             receipt = getattr(self.session, verb)(target, gap=gap, force=True)
         except (errors.UsageError, errors.MaskUnsupported) as err:
-            assert not chosen or isinstance(err, errors.MaskUnsupported) and not self.can_shift
+            assert not chosen or (isinstance(err, errors.MaskUnsupported) and not self.can_shift)
             return
         gap = gap if self.can_shift else "keep"
         for i in chosen:
@@ -167,7 +167,7 @@ class Machine(RuleBasedStateMachine):
         try:
             self.session.unmask(target)
         except (errors.UsageError, errors.MaskUnsupported) as err:
-            assert not chosen or isinstance(err, errors.MaskUnsupported) and not self.can_shift
+            assert not chosen or (isinstance(err, errors.MaskUnsupported) and not self.can_shift)
             return
         for i in chosen:
             self.plain.tokens[i].state = State.VISIBLE
@@ -251,7 +251,7 @@ class Machine(RuleBasedStateMachine):
             return
         with Session(self.session.model, settings=self.session.engine.settings) as restart:
             restart.append(self.session._ledger.visible_tokens)
-            assert np.abs(restart.logits() - logits).max() < 2e-3
+            assert np.abs(restart.logits() - logits).max() < 2e-2  # f32; hiding a token moves logits by about 1
 
     def is_exact(self) -> bool:
         visible = self.plain.visible()

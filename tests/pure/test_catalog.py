@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edgekv import catalog
 from edgekv.catalog import Entry, entries, find, models_dir, resolve
 from edgekv.errors import DamagedModel, FetchFailed, ModelError, ModelNotFound

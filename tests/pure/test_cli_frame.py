@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+
 from edgekv import cli
 from edgekv.cli import output
 from edgekv.errors import EdgekvError, ModelNotFound, UnknownSpan

@@ -1,0 +1,41 @@
+# Two commands: `make demo` and `make test`. PYTHON chooses the interpreter the virtual environment is made from.
+PYTHON ?= python3
+BIN := .venv/bin
+export EDGEKV_REQUIRE_MODELS := 1
+
+.PHONY: help setup demo test test-all lint format bench models clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+setup: .venv/.ready ## build llama.cpp and install edgekv into .venv
+
+.venv/.ready: pyproject.toml scripts/build_llama.py scripts/llama-only.cmake
+	$(PYTHON) -m venv .venv
+	$(BIN)/python scripts/build_llama.py
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: setup ## mask-and-continue against restart, on SmolLM2
+	$(BIN)/edgekv demo
+
+test: setup models ## the whole test suite, real models included
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: setup models ## longer tiers too
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: setup ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+bench: setup models ## paired timings against bare llama.cpp; writes bench.json
+	$(BIN)/python scripts/bench.py --json bench.json
+
+models: setup ## fetch the two models into models/
+	$(BIN)/edgekv models fetch smollm2 && $(BIN)/edgekv models fetch gemma3-270m
+
+clean: ## remove what was built here; fetched models stay
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json

@@ -1,0 +1,122 @@
+"""``edgekv inspect``: what a model file is, and whether its cache can be masked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgekv.cli.output import console, json_option, model_argument, print_facts, print_json, size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from edgekv.inspection import Inspection
+
+_CAPABILITIES = {"mask": "mask a span", "close_gaps": "close the gap", "park": "park K/V", "rewind": "rewind"}
+
+
+@click.command("inspect")
+@model_argument
+@click.option("--all", "everything", is_flag=True, help="All metadata of the file too.")
+@json_option
+def inspect_(model: str, everything: bool, as_json: bool) -> None:
+    """Say what a model file is and whether its cache can be masked.
+
+    And how large a cache fits in the RAM that is free here, for each KV type. NAME|FILE is a model known by name
+    (see: edgekv models list; default: smollm2) or the path of a GGUF file.
+    """
+    from edgekv import Model
+    from edgekv.inspection import inspect
+
+    with Model(model) as opened:
+        facts = inspect(opened)
+    if as_json:
+        print_json(_as_dict(facts, everything))
+    else:
+        _print(facts, everything)
+
+
+def _as_dict(facts: Inspection, everything: bool) -> dict[str, Any]:
+    told = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
+    metadata = told.pop("metadata")
+    told["capabilities"] = facts.capabilities.as_dict()
+    return {"schema": "edgekv.inspect/1", **told, **({"metadata": metadata} if everything else {})}
+
+
+def _print(facts: Inspection, everything: bool) -> None:
+    print_facts(_rows(facts))
+    out = console()
+    out.print()
+    if facts.kv[0].bytes_per_token:
+        out.print(_table(facts), "")
+    print_facts([("RAM", _memory(facts))])
+    if everything:
+        out.print()
+        print_facts((key, " ".join(value.split())) for key, value in facts.metadata.items())
+
+
+def _rows(facts: Inspection) -> list[tuple[str, str]]:
+    chat = "yes, ChatML (edgekv run --chat)" if facts.chatml else "yes" if facts.chat_template else "no, a base model"
+    window = f"{facts.sliding_window:,} positions in some layers" if facts.sliding_window else "none"
+    begins = f"texts begin with {facts.bos}" if facts.bos is not None else "texts begin without a BOS token"
+    return [
+        ("file", str(facts.path)),
+        ("size", size(facts.size)),
+        ("fingerprint", facts.fingerprint),
+        ("architecture", f"{facts.arch} ({facts.description})"),
+        ("trained for", f"{facts.n_ctx_train:,} tokens of context"),
+        ("vocabulary", f"{facts.n_vocab:,} tokens; {begins}"),
+        ("chat template", chat),
+        ("licence", facts.licence or "not said in the file"),
+        ("sliding window", window),
+        *_answers(facts),
+    ]
+
+
+def _answers(facts: Inspection) -> Iterator[tuple[str, str]]:
+    """A line a capability; a reason is given once."""
+    said = set()
+    for name, capability in vars(facts.capabilities).items():
+        answer = "yes" if capability else "no"
+        yield _CAPABILITIES[name], answer if capability.reason in said else f"{answer}: {capability.reason}"
+        said.add(capability.reason)
+        if name == "close_gaps" and capability:
+            yield from _narrower(facts)
+
+
+def _narrower(facts: Inspection) -> Iterator[tuple[str, str]]:
+    """The KV types in which gaps stay open, though the model allows them to be closed."""
+    open_gaps = [kv for kv in facts.kv if not kv.close_gaps]
+    if open_gaps:
+        types = " or ".join(kv.kv_type for kv in open_gaps)
+        yield "", f"no with {types}: {open_gaps[0].close_gaps.reason}"
+
+
+def _table(facts: Inspection) -> Table:
+    from rich.table import Table
+
+    from edgekv.inspection import CELLS
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("KV type")
+    for title in ("bytes a token", f"{CELLS:,} cells", "largest n_ctx here"):
+        table.add_column(title, justify="right")
+    for kv in facts.kv:
+        table.add_row(kv.kv_type, f"{kv.bytes_per_token:,}", size(kv.bytes_cells), _largest(kv.largest_n_ctx, facts))
+    return table
+
+
+def _largest(n_ctx: int, facts: Inspection) -> str:
+    return f"{n_ctx:,}, as trained" if n_ctx == facts.n_ctx_train else f"{n_ctx:,}" if n_ctx else "none fits"
+
+
+def _memory(facts: Inspection) -> str:
+    from edgekv.inspection import CELLS
+
+    first = facts.kv[0]
+    rest = f"weights and buffers take about {size(first.bytes_total - first.bytes_cells)}"
+    cells = f"{rest} beside {CELLS:,} cells" if first.bytes_per_token else f"{rest} and a state of fixed size; no cells"
+    return f"{cells}; {size(facts.ram_free)} are free here"

@@ -1,0 +1,80 @@
+"""What a model file is, what its cache can do, and what cache fits in the RAM that is free here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import memory, prompt
+from .capabilities import Capabilities, Capability
+from .model import Model
+
+CELLS = 4096  # the cache whose needs are told
+_BATCH = 512
+
+
+@dataclass(frozen=True)
+class KvFigures:
+    """One KV type: bytes of K and V a token, of ``CELLS`` cells, of everything with those, and the largest n_ctx.
+
+    close_gaps: whether a gap can be closed in a cache of this type.
+    """
+
+    kv_type: str
+    bytes_per_token: int
+    bytes_cells: int
+    bytes_total: int
+    largest_n_ctx: int
+    close_gaps: Capability
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Facts of one model. bos: the token every text begins with, as text. sliding_window: positions, 0 for none."""
+
+    path: Path
+    size: int
+    fingerprint: str
+    arch: str
+    description: str
+    n_ctx_train: int
+    n_vocab: int
+    bos: str | None
+    chat_template: bool
+    chatml: bool
+    licence: str | None
+    sliding_window: int
+    capabilities: Capabilities
+    ram_free: int
+    kv: tuple[KvFigures, ...]
+    metadata: dict[str, str]
+
+
+def inspect(model: Model) -> Inspection:
+    """Ask a loaded model; nothing is read or generated."""
+    size, ram_free = model.path.stat().st_size, memory.free_ram()
+    return Inspection(
+        path=model.path,
+        size=size,
+        fingerprint=model.fingerprint,
+        arch=model.arch,
+        description=model.description,
+        n_ctx_train=model.n_ctx_train,
+        n_vocab=model.n_vocab,
+        bos=None if model.bos is None else model.detokenize([model.bos]),
+        chat_template=model.chat_template is not None,
+        chatml=prompt.has_chatml(model),
+        licence=model.metadata.get("general.license") or model.metadata.get("general.license.name"),
+        sliding_window=model.n_swa,
+        capabilities=model.capabilities,
+        ram_free=ram_free,
+        kv=tuple(_figures(model, size, kv_type) for kv_type in memory.KV_BLOCKS),
+        metadata=model.metadata,
+    )
+
+
+def _figures(model: Model, size: int, kv_type: str) -> KvFigures:
+    need = model.estimate(CELLS, kv_type)
+    largest = memory.largest_context(model.header, size, kv_type, _BATCH)
+    each = model.kv_bytes_per_token(kv_type)
+    return KvFigures(kv_type, each, need.cache, need.total, largest, model.close_gaps(kv_type))

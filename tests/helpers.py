@@ -1,0 +1,73 @@
+"""What several test files need: text, tokens, what a session looks like from outside, a Python of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv import Session, Settings, Span, tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = "The token is 한글 and the user said 😀,\tcafé. The quick brown fox jumps over the lazy dog."
+FIRST_BYTE = tiny.IM_END + 1  # tiny models: the token of byte b is FIRST_BYTE + b
+
+#: Order of cells and batches moves logits least with these; compare with a tolerance of 1e-4.
+EXACT = Settings(n_ctx=512, kv_type="f32", flash_attention=False, n_threads=1)
+
+
+def byte_tokens(data: bytes) -> list[int]:
+    """One token of a tiny model for every byte, so also ones that cut a character."""
+    return [FIRST_BYTE + byte for byte in data]
+
+
+def some_tokens(n: int, seed: int = 0) -> npt.NDArray[np.int32]:
+    """n tokens of a tiny model, none of them a control token."""
+    return np.random.RandomState(seed).randint(FIRST_BYTE, 280, n).astype(np.int32)
+
+
+def open_tiny(path: Path, n_ctx: int = 512, **settings: Any) -> Session:
+    return Session(path, settings=Settings(n_ctx=n_ctx, **{"n_threads": 1, **settings}))
+
+
+@dataclass(frozen=True)
+class Look:
+    """All that can be seen of a session without reading a token."""
+
+    tokens: tuple[int, ...]
+    spans: tuple[Span, ...]
+    states: tuple[tuple[int, int], ...]
+    cells_used: int
+    cells_free: int
+    cursor: int
+
+
+def look(session: Session) -> Look:
+    """What the session is now, and that llama.cpp agrees (an audit)."""
+    session.audit()
+    stats, tokens = session.stats, session.tokens
+    states = session.states(Span("all", 0, len(tokens)))
+    return Look(
+        tuple(tokens.tolist()),
+        session.spans,
+        tuple((int(state), number) for state, number in sorted(states.items())),
+        stats.cells_used,
+        session.engine.cells_free,
+        stats.cursor,
+    )
+
+
+def python(code: str, *args: str | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run code in a Python of its own, which may die without a core file or a debugger."""
+    env = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", f"{_NO_CORE}\n{code}", *map(str, args)]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+_NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"

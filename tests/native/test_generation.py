@@ -1,0 +1,211 @@
+"""A generation: how it ends, what it leaves in the session, and other verbs before it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgekv import Sampling, Session, errors
+from helpers import EXACT, TEXT, look, open_tiny, some_tokens
+
+TinyPath = Callable[..., Path]
+
+
+@pytest.fixture
+def session(tiny_path: TinyPath) -> Iterator[Session]:
+    with Session(tiny_path("llama"), settings=EXACT) as session:
+        session.append(TEXT, name="prompt")
+        yield session
+
+
+def says(text: str, **more: Any) -> Sampling:
+    """Sampling that can only say ``text``, then end."""
+    return Sampling(grammar=f'root ::= "{text}"', **more)
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_finish_reasons(session: Session) -> None:
+    assert session.generate(9, sampling=says("ok")).finish().finish_reason == "end"
+    assert session.generate(3).finish().finish_reason == "length"
+    assert session.generate(9, sampling=says("one. two"), stop=".").finish().finish_reason == "stop"
+    generation = session.generate(9)
+    assert generation.finish_reason is None
+    shown = next(generation)
+    generation.close()
+    generation.close()
+    assert generation.finish_reason == "closed"
+    assert shown + "".join(generation) == generation.text
+
+
+def test_no_tokens_at_all(session: Session) -> None:
+    before = session.logits()
+    generation = session.generate(0, name="nothing")
+    assert (list(generation), generation.text, generation.tokens) == ([], "", [])
+    assert (generation.finish_reason, len(generation.span)) == ("length", 0)
+    np.testing.assert_array_equal(session.logits(), before)
+    for wrong in ({"max_tokens": -1}, {"stop": ""}, {"stop": ["a", ""]}):
+        with pytest.raises(errors.UsageError):
+            session.generate(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_pieces_are_the_text_and_the_text_is_in_the_session(session: Session) -> None:
+    generation = session.generate(40, name="said")
+    pieces = list(generation)
+    assert "".join(pieces) == generation.text
+    assert len(generation.tokens) == len(generation.span) == 40
+    assert session.tokens[-40:].tolist() == generation.tokens
+    assert session.model.detokenize(generation.tokens) == generation.text
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "left"),
+    [
+        ("hello world", "lo w", "hel"),  # across tokens
+        ("hello world", ["zzz", "world", "wor"], "hello "),
+        ("hello", "h", ""),
+        ("aaab", "aab", "a"),  # a false start inside the stop string
+        ("the end the end", " the", "the end"),
+        ("말하기 한국어", "한", "말하기 "),  # a character of three byte tokens
+        ("말하기 한국어", "국", "말하기 한"),
+        ("a 😀 b", "😀", "a "),
+        ("hello", "world", "hello"),
+        ("hello wor", "world", "hello wor"),  # held back, then shown
+    ],
+)
+def test_stop_strings(session: Session, text: str, stop: Any, left: str) -> None:
+    length = len(session.tokens)
+    generation = session.generate(60, sampling=says(text), stop=stop, name="said")
+    assert "".join(generation) == left
+    assert generation.text == left
+    assert generation.finish_reason == ("end" if left == text else "stop")
+    assert session.model.detokenize(generation.tokens) == left
+    if left:
+        assert session.text("said") == left
+    look(session)
+    expected = session.logits()
+    assert len(session.generate(2).finish().tokens) == 2
+    session.rewind(length)  # the same text read plainly leads to the same
+    session.append(np.asarray(generation.tokens, np.int32))
+    np.testing.assert_allclose(session.logits(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("stop", "left"), [("h", "a t"), (" th", "a"), ("e e", "a th"), ("the", "a ")])
+def test_a_stop_string_inside_a_token(session: Session, stop: str, left: str) -> None:
+    the = int(session.model.tokenize(" the")[0])
+    generation = session.generate(60, sampling=says("a the end", logit_bias={the: 50.0}), stop=stop, name="said")
+    assert generation.text == left
+    assert session.text("said") == left
+    assert session.model.detokenize(generation.tokens) == left
+    look(session)
+
+
+def test_a_stop_string_where_nothing_can_be_rewound(tiny_path: TinyPath) -> None:
+    with open_tiny(tiny_path("mamba")) as session:
+        session.append(TEXT)
+        generation = session.generate(60, sampling=says("one. two"), stop=". ")
+        assert "".join(generation) == generation.text == "one"
+        look(session)
+        session.append("on")
+        session.generate(3).finish()
+
+
+# ---- before the end -------------------------------------------------------------------------------------------------
+
+VERBS: dict[str, Callable[[Session], object]] = {
+    "append": lambda s: s.append("on", name="after"),
+    "mask": lambda s: s.mask((10, 20)),
+    "rewind": lambda s: s.rewind(30),
+    "score": lambda s: s.score("on"),
+    "logits": lambda s: s.logits(),
+    "generate": lambda s: s.generate(3).text,
+    "text": lambda s: s.text("prompt"),
+    "audit": lambda s: s.audit(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_another_verb_ends_a_generation_where_it_is(session: Session, verb: str) -> None:
+    generation = session.generate(50, name="said")
+    shown = next(generation) + next(generation)
+    tokens = list(generation.tokens)
+    VERBS[verb](session)
+    assert generation.finish_reason == "closed"
+    assert shown + "".join(generation) == generation.text  # held back until it was clear how it ends
+    assert generation.tokens == tokens
+    start = generation.span.start
+    assert session.tokens[start : start + len(tokens)].tolist() == tokens
+    look(session)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_another_verb_runs_a_generation_that_never_started(session: Session, verb: str) -> None:
+    expected = session.generate(5).finish().tokens
+    session.rewind(session.span("assistant-1").start)
+    generation = session.generate(5, name="said")
+    assert generation.finish_reason is None
+    VERBS[verb](session)
+    assert generation.finish_reason == "length"
+    assert generation.tokens == expected
+    look(session)
+
+
+def test_a_generation_that_cannot_start_leaves_nothing(session: Session) -> None:
+    before = look(session)
+    generation = session.generate(5, sampling=Sampling(grammar="root ::= ("), name="said")
+    with pytest.raises(errors.GrammarError):
+        next(generation)
+    assert generation.finish_reason == "closed"
+    assert generation.text == ""
+    with pytest.raises(errors.BadState, match="no span"):
+        _ = generation.span
+    assert look(session) == before
+    assert session.generate(5, name="said").finish().finish_reason == "length"
+
+
+def test_closed_before_it_started(session: Session) -> None:
+    generation = session.generate(5, name="said")
+    generation.close()
+    assert (generation.text, len(generation.span)) == ("", 0)
+    look(session)
+
+
+def test_the_session_closed_while_a_generation_is_open(tiny_path: TinyPath) -> None:
+    session = open_tiny(tiny_path("llama"))
+    session.append(TEXT)
+    generation = session.generate(50)
+    shown = next(generation)
+    session.close()
+    assert shown + "".join(generation) == generation.text
+    assert (generation.finish_reason, len(generation.span)) == ("closed", len(generation.tokens))
+
+
+def test_the_same_seed_says_the_same(session: Session) -> None:
+    sampling = Sampling(temperature=1.0, top_k=40, top_p=0.9, seed=7)
+    start = len(session.tokens)
+    first = session.generate(20, sampling=sampling, name="a").finish()
+    session.rewind(start)
+    drawn = session.generate(20, sampling=Sampling(temperature=1.0), name="b").finish()
+    session.rewind(start)
+    second = session.generate(20, sampling=sampling, name="c").finish()
+    assert first.tokens == second.tokens != drawn.tokens
+    session.rewind(start)
+    assert drawn.seed is not None
+    again = session.generate(20, sampling=Sampling(temperature=1.0, seed=drawn.seed)).finish()
+    assert again.tokens == drawn.tokens
+
+
+def test_penalties_count_visible_tokens_only(session: Session) -> None:
+    """A token only the hidden span holds is as likely as without penalties; one that is visible is not."""
+    rare = some_tokens(1, 5)
+    session.append(np.repeat(rare, 40), name="noise")
+    penalised = Sampling(presence_penalty=1e6, logit_bias={int(rare[0]): 1e3})
+    assert session.generate(1, sampling=penalised).finish().tokens != rare.tolist()
+    session.rewind(session.span("noise").stop)
+    session.mask("noise")
+    assert session.generate(1, sampling=penalised).finish().tokens == rare.tolist()

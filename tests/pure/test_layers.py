@@ -1,0 +1,127 @@
+"""Imports point down: a module imports only from layers below its own, and llama_cpp from one place."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import edgekv
+
+ROOT = Path(edgekv.__file__).parent
+
+#: top to bottom; modules on one line may import each other only downwards, in the order given
+LAYERS = (
+    ("cli",),
+    ("demo", "doctor", "inspection", "prompt"),
+    ("session",),
+    ("render", "generation"),
+    ("transcript", "next_logits"),
+    ("ledger",),
+    ("layout", "plans"),
+    ("sampling",),
+    ("engine",),
+    ("batch",),
+    ("model",),
+    ("_llama", "settings", "state_blob", "fetch", "tiny", "receipts", "tally", "numerics"),
+    ("catalog", "capabilities", "memory", "gguf", "_pip"),
+    ("columns", "history", "steps"),
+    ("spans",),
+    ("errors",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def module_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """The edgekv modules a file imports when it runs, imports for type checkers left out."""
+    tree = ast.parse(path.read_text("utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    found: set[str] = set()
+    package = path.parent.relative_to(ROOT.parent).parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in typing_only:
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            parts = [*base, *(node.module or "").split(".")]
+            names = [a.name for a in node.names] if [p for p in parts if p] == ["edgekv"] else [""]
+            found |= {".".join(p for p in [*parts, name] if p) for name in names}
+        elif isinstance(node, ast.Import) and id(node) not in typing_only:
+            found |= {a.name for a in node.names}
+    return found
+
+
+FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.name not in ("__init__.py", "__main__.py"))
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {module_of(p) for p in FILES} == set(RANK)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    mine = module_of(path)
+    for name in imports_of(path):
+        head, _, rest = name.partition(".")
+        other = rest.split(".")[0]
+        if head == "edgekv" and other in RANK and other != mine:
+            assert RANK[other] >= RANK[mine], f"{mine} imports {other}, which is above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_one_module_imports_llama_cpp(path: Path) -> None:
+    if module_of(path) != "_llama":
+        assert not any(name.split(".")[0] == "llama_cpp" for name in imports_of(path))
+
+
+def modules_after(code: str) -> set[str]:
+    code = f"import sys\n{code}\nprint(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_import_is_light() -> None:
+    assert not modules_after("import edgekv") & {"llama_cpp", "numpy", "rich", "click", "psutil"}
+
+
+def test_pure_modules_load_no_engine() -> None:
+    """The arithmetic can be used, and tested, where llama.cpp is not built."""
+    loaded = modules_after("import edgekv.ledger, edgekv.spans, edgekv.history, edgekv.memory, edgekv.numerics")
+    assert "llama_cpp" not in loaded
+
+
+def test_public_names() -> None:
+    """The API a user learns; a name that goes or comes is a decision, and a line in the changelog."""
+    assert set(edgekv.__all__) == {
+        "Audit", "Capabilities", "Capability", "EdgekvError", "Engine", "Generation", "Model", "Receipt", "Sampling",
+        "Session", "Settings", "Span", "State", "Stats", "Timings", "__version__", "errors",
+    }  # fmt: skip
+    assert all(getattr(edgekv, name) is not None for name in edgekv.__all__)
+
+
+SESSION = {
+    "append", "audit", "close", "engine", "evict", "generate", "influenced_by", "lock", "logits", "logits_over",
+    "mask", "masked", "model", "progress", "rewind", "score", "span", "spans", "states", "stats", "text", "tokens",
+    "unmask",
+}  # fmt: skip
+FOR_GENERATION = {"begin_generation", "end_generation", "is_current", "read_token", "sample_token", "shorten"}
+
+
+def test_session_names() -> None:
+    names = {n for n in vars(edgekv.Session) if not n.startswith("_")} | {"engine"}
+    assert names - FOR_GENERATION == SESSION
+
+
+@pytest.mark.parametrize("name", sorted(SESSION - {"engine", "lock", "model", "progress"}))
+def test_verbs_have_docstrings(name: str) -> None:
+    assert (getattr(edgekv.Session, name).__doc__ or "").strip()
