@@ -15,6 +15,7 @@ from edgekv._llama import uninterrupted
 from helpers import TEXT, look, open_tiny, python, some_tokens
 
 TinyPath = Callable[..., Path]
+Logits = np.typing.NDArray[np.float32]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 
 
@@ -121,27 +122,30 @@ def test_ctrl_c_inside_a_step_waits_for_its_end(session: Session, monkeypatch: p
     look(session)
 
 
-def test_an_interrupted_score_leaves_nothing_though_its_error_is_kept(session: Session) -> None:
+def test_an_interrupted_score_leaves_nothing_though_its_error_is_kept(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A traceback keeps its frames alive, as an interactive Python does: the cells must go all the same."""
     session.engine.max_outputs = 8  # type: ignore[misc]  # many small batches, so that there is a middle
-    kept = []
-    for verb in (session.score, session.logits_over):
-        before = look(session)
-        signal.signal(signal.SIGALRM, ctrl_c)
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
+    before, expected = look(session), session.score(some_tokens(40))
+    calls: list[int] = []
+
+    def interrupted(logits: Logits, _tokens: object) -> Logits:
+        calls.append(len(logits))
+        if len(calls) == 3:
+            ctrl_c()
+        return logits[:, 0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("edgekv.session._log_softmax_at", interrupted)
         try:
-            while True:
-                verb(some_tokens(300))
+            session.score(some_tokens(40))
         except KeyboardInterrupt as err:
-            kept.append(err)
-            assert look(session) == before
-            session.append("on", name=f"{verb.__name__}")
-            session.rewind(verb.__name__)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    assert len(kept) == 2
-    look(session)
+            kept = err
+    assert kept.__traceback__ is not None
+    assert calls == [1, 8, 8]
+    assert look(session) == before
+    np.testing.assert_array_equal(session.score(some_tokens(40)), expected)
 
 
 def test_ctrl_c_is_held_back_and_then_handed_on() -> None:

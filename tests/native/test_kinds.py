@@ -135,6 +135,21 @@ def test_no_archive_left_is_refused_and_nothing_changes(opened: Callable[..., Se
     session.audit()
 
 
+@pytest.mark.parametrize("kind", NO_SHIFT)
+def test_a_token_is_read_again_though_no_archive_can_keep_its_first_reading(
+    opened: Callable[..., Session], kind: str
+) -> None:
+    session = opened(kind, n_archives=1)
+    session.mask("tail")
+    session.append(some_tokens(20, 4))
+    session.mask("middle")
+    assert np.isfinite(session.logits()).all()
+    assert session.stats.reread == 1
+    session.unmask("middle")
+    session.generate(3).finish()
+    session.audit()
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_no_archive_left_is_no_trouble_where_positions_can_move(opened: Callable[..., Session], kind: str) -> None:
     session = opened(kind, n_archives=1)
