@@ -207,8 +207,9 @@ class Engine:
         if code == 1:
             wanted = sum(len(c.tokens) for c in chunks)
             raise ContextFull(f"{wanted} tokens need as many cells and llama.cpp has none free")
-        for chunk in chunks:
-            self._remove(chunk.seq, chunk.pos, _MAX_POS)
+        if self.model.capabilities.rewind:  # else a state: what it took in cannot be taken out again
+            for chunk in chunks:
+                self._remove(chunk.seq, chunk.pos, _MAX_POS)
         raise DecodeFailed(f"llama_decode returned {code}: {_llama.last_messages() or 'no reason given'}")
 
     def _account(self, chunks: Sequence[Chunk]) -> None:

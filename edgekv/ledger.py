@@ -252,7 +252,8 @@ class Ledger:
     # -- the parts of an edit -----------------------------------------------------------------------------------
 
     def _check_sinks(self, chosen: Flags, force: bool) -> None:
-        if chosen[:NUM_SINKS].any() and not force:
+        sinks = np.flatnonzero(~self.columns.where(State.DROPPED))[:NUM_SINKS]
+        if chosen[sinks].any() and not force:
             raise PinnedTokens(
                 f"the target holds one of the first {NUM_SINKS} tokens, which are attention sinks: without them "
                 "most models stop making sense; pass force=True to do it all the same"

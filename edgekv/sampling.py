@@ -213,8 +213,8 @@ def _penalties(model: Model, s: Sampling, recent: Iterable[int]) -> Any:
 
 def _grammar(model: Model, gbnf: str) -> Any:
     _llama.forget_messages()
-    if "\0" in gbnf:
-        raise GrammarError("a grammar cannot hold a NUL character")
+    if "\0" in gbnf or not gbnf.strip():  # llama.cpp takes an empty grammar for no constraint at all
+        raise GrammarError("a grammar cannot be empty or hold a NUL character")
     if len(gbnf) > _LONGEST_GRAMMAR or _nesting(gbnf) > _DEEPEST_GRAMMAR:
         raise GrammarError(
             f"a grammar of {len(gbnf):,} characters, {_nesting(gbnf)} groups deep, is more than llama.cpp survives "

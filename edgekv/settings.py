@@ -42,10 +42,9 @@ class Settings:
         """Raise UsageError, with the remedy, for values llama.cpp would refuse or not survive."""
         memory.check_kv_type(self.kv_type)
         for name in ("n_ctx", "n_batch", "n_sessions", "n_archives"):
-            if not 1 <= getattr(self, name) < 1 << 31:
-                raise UsageError(f"{name} must be at least 1 and below 2**31, not {getattr(self, name)}")
-        if self.n_threads is not None and not 1 <= self.n_threads <= _MAX_THREADS:
-            raise UsageError(f"n_threads must be from 1 to {_MAX_THREADS}, not {self.n_threads}")
+            _check_number(name, getattr(self, name), (1 << 31) - 1)
+        if self.n_threads is not None:
+            _check_number("n_threads", self.n_threads, _MAX_THREADS)
         if self.n_sequences > _MAX_SEQUENCES:
             raise UsageError(f"{self.n_sequences} sequences are wanted, llama.cpp has {_MAX_SEQUENCES}")
         if self.kv_type.startswith("q") and not self.flash_attention:
@@ -61,6 +60,11 @@ class Settings:
         llama.cpp aborts with fewer rows than sequences, also where a batch is smaller than that.
         """
         return max(self.n_sequences, min(self.n_batch, max(8, _LOGITS_BUDGET // (4 * n_vocab))))
+
+
+def _check_number(name: str, value: object, most: int) -> None:
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise UsageError(f"{name} must be a whole number from 1 to {most:,}, not {value!r}")
 
 
 def physical_cores() -> int:

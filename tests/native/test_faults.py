@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv import Engine, Model, Session, errors
+from edgekv import Engine, Model, Sampling, Session, Settings, errors
 from helpers import EXACT, TEXT, Look, look, open_tiny, some_tokens
 
 TinyPath = Callable[..., Path]
@@ -292,3 +292,28 @@ def test_sessions_of_one_engine_are_counted(model: Model) -> None:
             look(third)
         look(second)
         assert engine.cells_used == 100
+
+
+def test_sinks_are_the_first_tokens_that_are_left(tiny_path: TinyPath) -> None:
+    """After everything was dropped, the new first tokens lie at later indexes and are pinned there."""
+    with open_tiny(tiny_path()) as session:
+        session.append("first words", name="gone")
+        session.rewind(0)
+        span = session.append("second words")
+        with pytest.raises(errors.PinnedTokens):
+            session.mask((span.start - 1, span.start + 1))
+
+
+@pytest.mark.parametrize("grammar", ["", "  \n"])
+def test_an_empty_grammar_is_refused(tiny_path: TinyPath, grammar: str) -> None:
+    """llama.cpp would generate without any constraint."""
+    with open_tiny(tiny_path()) as session:
+        session.append("text")
+        with pytest.raises(errors.GrammarError):
+            session.generate(2, sampling=Sampling(grammar=grammar)).finish()
+
+
+@pytest.mark.parametrize("wrong", [{"n_ctx": 300.5}, {"n_batch": 0}, {"n_threads": "2"}, {"n_archives": 1 << 31}])
+def test_settings_that_make_no_sense(tiny_path: TinyPath, wrong: dict[str, object]) -> None:
+    with pytest.raises(errors.UsageError, match="must be a whole number"):
+        Session(tiny_path(), settings=Settings(**wrong))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -18,11 +19,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from edgekv import Model, Session, Settings, State, errors, tiny
+from edgekv import Model, Receipt, Session, Settings, State, errors, tiny
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 PLAN = settings(
-    max_examples=500 if NIGHTLY else int(os.environ.get("EX","50")),
+    max_examples=500 if NIGHTLY else 50,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -138,10 +139,8 @@ class Machine(RuleBasedStateMachine):
         chosen = self.chosen(target, (State.VISIBLE,) if verb == "mask" else (State.VISIBLE, State.MASKED))
         last = max(self.plain.visible(), default=-1)
         cursor = self.session.stats.cursor
-        try:
-            receipt = getattr(self.session, verb)(target, gap=gap, force=True)
-        except (errors.UsageError, errors.MaskUnsupported) as err:
-            assert not chosen or (isinstance(err, errors.MaskUnsupported) and not self.can_shift)
+        receipt = self.unless_refused(chosen, lambda: getattr(self.session, verb)(target, gap=gap, force=True))
+        if receipt is None:
             return
         gap = gap if self.can_shift else "keep"
         for i in chosen:
@@ -164,10 +163,7 @@ class Machine(RuleBasedStateMachine):
     def unmask(self, data: st.DataObject) -> None:
         target = self.draw_ranges(data)
         chosen = self.chosen(target, (State.MASKED,))
-        try:
-            self.session.unmask(target)
-        except (errors.UsageError, errors.MaskUnsupported) as err:
-            assert not chosen or (isinstance(err, errors.MaskUnsupported) and not self.can_shift)
+        if self.unless_refused(chosen, lambda: self.session.unmask(target)) is None:
             return
         for i in chosen:
             self.plain.tokens[i].state = State.VISIBLE
@@ -267,6 +263,16 @@ class Machine(RuleBasedStateMachine):
         assert told == len(found)
         if not any(t.restored for t in self.plain.tokens):
             assert really == found
+
+    def unless_refused(self, chosen: set[int], edit: Callable[[], Receipt]) -> Receipt | None:
+        """The receipt of an edit, None where it was rightly refused: nothing to do, or a shift that cannot be."""
+        try:
+            return edit()
+        except errors.MaskUnsupported:
+            assert not self.can_shift
+        except errors.UsageError:
+            assert not chosen
+        return None
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
