@@ -30,6 +30,7 @@ class Batch:
         self._pos = np.zeros(size, np.int32)
         self._seq = np.zeros(size, np.int32)
         self._logits = np.zeros(size, np.int8)
+        self.outputs: frozenset[int] = frozenset()  # batch indexes whose logits are kept
         self._num_seq = np.ones(size, np.int32)  # 0 would be a segmentation fault
         self._seq_at = np.uintp(self._seq.ctypes.data) + np.arange(size, dtype=np.uintp) * np.uintp(4)
         self.native = lib.llama_batch(
@@ -44,18 +45,19 @@ class Batch:
 
     def fill(self, chunks: Sequence[Chunk]) -> list[int]:
         """Lay the chunks out one after the other; returns the index of each one's last token."""
-        at, ends = 0, []
+        at = 0
+        ends: list[int] = []
+        rows: list[int] = []
         for chunk in chunks:
             end = at + len(chunk.tokens)
             self._token[at:end] = chunk.tokens
             self._pos[at:end] = np.arange(chunk.pos, chunk.pos + end - at)
             self._seq[at:end] = chunk.seq
-            self._logits[at:end] = chunk.outputs == "all"
-            self._logits[end - 1] = chunk.outputs != "none"
+            rows += {"none": (), "last": (end - 1,), "all": range(at, end)}[chunk.outputs]
             ends.append(end - 1)
             at = end
+        self._logits[:at] = 0
+        self._logits[rows] = 1
         self.native.n_tokens = at
+        self.outputs = frozenset(rows)
         return ends
-
-    def outputs(self) -> frozenset[int]:
-        return frozenset(np.flatnonzero(self._logits[: self.native.n_tokens]).tolist())

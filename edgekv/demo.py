@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.resources
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import numerics, prompt
+from .doctor import machine
 from .engine import Engine
 from .model import Model, TokenArray
 from .receipts import Receipt
@@ -32,6 +32,7 @@ from .spans import Span
 
 SCHEMA: Final = "edgekv.demo/1"
 REPORT: Final = "report"
+_ODD_BATCH: Final = 37  # boundaries nobody would choose, for the noise floor
 _ANSWERS: Final = Sampling(repeat_penalty=1.1, penalty_last_n=256)  # greedy; small models loop without a penalty
 
 #: Called with (what is being done, done, total).
@@ -284,7 +285,7 @@ class Demo:
 
     def _measure_noise(self, tokens: TokenArray) -> None:
         """The restart again with other batch boundaries: what differs between two runs that should be equal."""
-        odd = replace(self.plan.settings, n_batch=self.plan.settings.n_batch * 3 // 8)
+        odd = replace(self.plan.settings, n_batch=_ODD_BATCH)
         self._other.close()
         with Session(self.model, settings=odd) as session:
             session.append(tokens)
@@ -299,7 +300,7 @@ class Demo:
         return {
             "schema": SCHEMA,
             "model": {"file": self.model.path.name, "fingerprint": self.model.fingerprint},
-            "machine": machine(self.plan.settings),
+            "machine": measured_on(self.plan.settings),
             "tokens": {
                 "context": len(self.base.tokens),
                 "masked": len(report),
@@ -324,6 +325,6 @@ class Demo:
         )
 
 
-def machine(settings: Settings) -> dict[str, Any]:
+def measured_on(settings: Settings) -> dict[str, Any]:
     """What the figures were measured on."""
-    return {"cpu": platform.processor() or platform.machine(), "threads": settings.threads, "kv_type": settings.kv_type}
+    return {"cpu": machine.machine()["cpu"], "threads": settings.threads, "kv_type": settings.kv_type}

@@ -172,7 +172,7 @@ class Engine:
             if code:
                 self._take_back(chunks, code)
             self._account(chunks)
-            self._outputs = self._batch.outputs()
+            self._outputs = self._batch.outputs
             self._holder = weakref.ref(holder) if holder is not None else None
             return ends
 

@@ -44,6 +44,9 @@ class Ledger:
         self._tokens = np.empty(256, np.int32)
         self._columns = Columns.empty(256)
         self._originals: tuple[Original, ...] = ()
+        # Both follow from the columns; kept because every generated token asks for them.
+        self._last_visible: int | None = None
+        self._view: View = ()
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -72,7 +75,7 @@ class Ledger:
     @property
     def last_visible(self) -> int | None:
         """The index of the last visible token."""
-        return self.columns.last_visible
+        return self._last_visible
 
     @property
     def cursor(self) -> int:
@@ -83,7 +86,7 @@ class Ledger:
     @property
     def view(self) -> View:
         """What a token read now could not see."""
-        return tuple(runs(~self.columns.visible))
+        return self._view
 
     def count(self, state: State) -> int:
         return int(np.count_nonzero(self.columns.where(state)))
@@ -149,12 +152,16 @@ class Ledger:
         c.pos[start:stop] = np.arange(pos, pos + len(tokens), dtype=np.int32)
         c.state[start:stop], c.seq[start:stop], c.reserved[start:stop] = State.VISIBLE, self.live, False
         self._n = stop
+        if len(tokens):
+            self._last_visible = stop - 1
         return (start, stop)
 
     def commit(self, plan: Plan) -> None:
         """The plan's native steps were carried out: its outcome is now how things are."""
         self.columns.assign(plan.after)
         self._originals = plan.originals
+        self._last_visible = plan.after.last_visible
+        self._view = tuple(runs(~plan.after.visible))
         for index in plan.restored:
             self.history.undo_again(index)
 

@@ -42,12 +42,17 @@ def main() -> int:
     options = parser.parse_args()
     settings = Settings(n_ctx=2048)
     results: dict[str, Any] = {"machine": f"{platform.machine()}, {settings.threads} threads", "model": options.model}
-    with Model(options.model) as model:
-        results["generate"] = paired(generate_pair(model, settings), options.rounds)
-        results["append"] = paired(append_pair(model, settings), options.rounds)
+    for name, work in (("generate", GeneratePair), ("append", AppendPair)):
+        with (
+            Model(options.model) as model,
+            Session(model, settings=settings) as session,
+            Engine(model, settings) as bare,
+        ):
+            pair = work(session, Bare(bare))
+            results[name] = paired((pair.ours, pair.theirs), options.rounds)
     results["mask_ms"], results["unmask_ms"] = mask_times()
-    results["import_ms"] = process_times("import edgekv", options.rounds)
-    results["help_ms"] = process_times("from edgekv.cli import main; main(['--help'])", options.rounds)
+    results["import_ms"] = process_times(["-c", "import edgekv"], options.rounds)
+    results["help_ms"] = process_times(["-m", "edgekv", "--help"], options.rounds)
     results["peak_rss_mb"] = {name: peak_rss(code, options.model) for name, code in RSS.items()}
     show(results)
     if options.json:
@@ -96,53 +101,57 @@ def prompt_tokens(model: Model, count: int) -> np.ndarray[Any, np.dtype[np.int32
     return model.tokenize(text)[:count]
 
 
-def generate_pair(model: Model, settings: Settings) -> tuple[Work, Work]:
-    prompt = prompt_tokens(model, PROMPT)
-    session, bare = Session(model, settings=settings), Bare(model, settings)
-    session.append(prompt)
-    bare.read(prompt)
+class GeneratePair:
+    """Greedy tokens behind a prompt."""
 
-    def ours() -> float:
+    def __init__(self, session: Session, bare: Bare) -> None:
+        self._session, self._bare = session, bare
+        prompt = prompt_tokens(session.model, PROMPT)
+        session.append(prompt)
+        bare.read(prompt)
+
+    def ours(self) -> float:
         began = time.perf_counter()
-        generation = session.generate(TOKENS).finish()
+        generation = self._session.generate(TOKENS).finish()
         seconds = time.perf_counter() - began
-        session.rewind(generation.span)
-        session.logits()
+        self._session.rewind(generation.span)
+        self._session.logits()
         return len(generation.tokens) / seconds
 
-    return ours, lambda: bare.generate(TOKENS)
+    def theirs(self) -> float:
+        return self._bare.generate(TOKENS)
 
 
-def append_pair(model: Model, settings: Settings) -> tuple[Work, Work]:
-    tokens = prompt_tokens(model, PREFILL)
-    session, bare = Session(model, settings=settings), Bare(model, settings)
+class AppendPair:
+    """A prompt, from an empty cache."""
 
-    def ours() -> float:
+    def __init__(self, session: Session, bare: Bare) -> None:
+        self._session, self._bare = session, bare
+        self._tokens = prompt_tokens(session.model, PREFILL)
+
+    def ours(self) -> float:
         began = time.perf_counter()
-        span = session.append(tokens)
+        span = self._session.append(self._tokens)
         seconds = time.perf_counter() - began
-        session.rewind(span)
-        return len(tokens) / seconds
+        self._session.rewind(span)
+        return len(self._tokens) / seconds
 
-    def theirs() -> float:
+    def theirs(self) -> float:
         began = time.perf_counter()
-        bare.read(tokens)
+        self._bare.read(self._tokens)
         seconds = time.perf_counter() - began
-        bare.clear()
-        return len(tokens) / seconds
-
-    return ours, theirs
+        self._bare.clear()
+        return len(self._tokens) / seconds
 
 
 class Bare:
     """The shortest loop over llama.cpp's own calls that does the work; no checks, no bookkeeping."""
 
-    def __init__(self, model: Model, settings: Settings) -> None:
-        self._engine = Engine(model, settings)  # the same context parameters, only its pointer is used
-        self._ctx = self._engine.ctx
+    def __init__(self, engine: Engine) -> None:
+        self._ctx = engine.ctx  # the same context parameters; nothing else of the engine is used
         self._memory = lib.llama_get_memory(self._ctx)
-        self._batch = lib.llama_batch_init(settings.n_batch, 0, 1)
-        self._n_batch = settings.n_batch
+        self._batch = lib.llama_batch_init(engine.n_batch, 0, 1)
+        self._n_batch = engine.n_batch
         self._cursor = 0
         self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_greedy())
@@ -251,10 +260,11 @@ def peak_rss(code: str, model: str) -> float:
     return int(done.stdout.split()[-1]) * unit / 1e6
 
 
-def process_times(code: str, rounds: int) -> dict[str, float]:
-    """Milliseconds of whole processes that run ``code``, less nothing: the interpreter's own start is in it."""
-    command = [sys.executable, "-c", code]
-    return spread([timed(lambda: subprocess.run(command, capture_output=True, check=True)) for _ in range(rounds)])
+def process_times(arguments: list[str], rounds: int) -> dict[str, float]:
+    """Milliseconds of whole processes; the interpreter's own start is in it."""
+    command = [sys.executable, *arguments]
+    run = partial(subprocess.run, command, capture_output=True, check=True)
+    return spread([timed(run) for _ in range(rounds)])
 
 
 if __name__ == "__main__":

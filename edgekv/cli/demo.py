@@ -64,7 +64,10 @@ def _tell(run: Demo, *, quiet: bool) -> None:
     out = talk() if quiet else console()
     with _watched(run, "reading the report"):
         report = run.read_report()
-    out.print(f"[bold]{run.model.description}[/] read a field report of {len(report):,} tokens.\n")
+    out.print(
+        f"[bold]{run.model.description}[/] read a field report of {len(report):,} tokens. A model this small gets "
+        "some answers wrong, with the report and without; what counts is how near the ways come to each other.\n"
+    )
     for question, answer in _answers(run):
         out.print(f"[dim]?[/] {_escape(question)}")
         out.print(f"  {_escape(answer.strip())}\n")
