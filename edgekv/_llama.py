@@ -7,12 +7,10 @@ Everything above talks to llama.cpp through ``lib`` (the ctypes names of ``llama
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import logging
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -95,24 +93,39 @@ def forget_messages() -> None:
     _recent.clear()
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+class Uninterrupted:
     """Hold Ctrl-C back until the block ends, so that native cells and the ledger change together or not at all.
 
-    Python runs signal handlers between bytecodes of the main thread, so only the main thread needs this.
+    Python runs signal handlers between bytecodes of the main thread, so only the main thread needs this. Blocks may
+    nest; the outermost one holds. A class and not a generator: every generated token goes through one.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[tuple[int, FrameType | None]] = []
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before):  # SIG_IGN, SIG_DFL or a handler from C: nothing of Python's to hold back
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if arrived:
-            before(*arrived[0])
+
+    __slots__ = ("_arrived", "_before")
+    _held = False  # changed by the main thread only
+
+    def __enter__(self) -> None:
+        self._before: Any = None
+        if Uninterrupted._held or threading.get_ident() != threading.main_thread().ident:
+            return
+        before = signal.getsignal(signal.SIGINT)
+        if not callable(before):  # SIG_IGN, SIG_DFL or a handler from C: nothing of Python's to hold back
+            return
+        self._arrived: list[tuple[int, FrameType | None]] = []
+        signal.signal(signal.SIGINT, self._hold)
+        self._before, Uninterrupted._held = before, True
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._arrived.append((number, frame))
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            return
+        Uninterrupted._held = False
+        signal.signal(signal.SIGINT, self._before)
+        if self._arrived:
+            self._before(*self._arrived[0])
+
+
+def uninterrupted() -> Uninterrupted:
+    """A block in which Ctrl-C waits; see :class:`Uninterrupted`."""
+    return Uninterrupted()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -20,6 +21,9 @@ class Chunk:
     pos: int
     tokens: TokenArray
     outputs: str = "last"  # "none", "last" or "all"
+
+
+_FIRST: Final = frozenset({0})
 
 
 class Batch:
@@ -61,3 +65,9 @@ class Batch:
         self.native.n_tokens = at
         self.outputs = frozenset(rows)
         return ends
+
+    def fill_one(self, seq: int, pos: int, token: int) -> None:
+        """Lay out one token whose logits are kept."""
+        self._token[0], self._pos[0], self._seq[0], self._logits[0] = token, pos, seq, 1
+        self.native.n_tokens = 1
+        self.outputs = _FIRST

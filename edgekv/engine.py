@@ -21,6 +21,7 @@ import numpy.typing as npt
 from . import _llama, memory, state_blob
 from ._llama import lib
 from .batch import Batch, Chunk
+from .columns import CellRun
 from .errors import AuditFailed, ClosedError, ContextFull, DecodeFailed, MaskUnsupported, NoLogits, TooLarge, UsageError
 from .model import Model
 from .settings import KEEPER, NUM_RESERVED, SCRATCH, Settings
@@ -164,17 +165,38 @@ class Engine:
         with self.lock:
             self._check_open()
             self._check_chunks(chunks)
-            self._let_holder_keep(holder)
-            self._outputs = frozenset()
             ends = self._batch.fill(chunks)
-            code = lib.llama_decode(self._ctx, self._batch.native)
-            self._pending_shift = False
-            if code:
-                self._take_back(chunks, code)
-            self._account(chunks)
-            self._outputs = self._batch.outputs
-            self._holder = weakref.ref(holder) if holder is not None else None
+            self._run([CellRun(c.seq, c.pos, c.pos + len(c.tokens)) for c in chunks], holder)
             return ends
+
+    def decode_one(self, seq: int, pos: int, token: int, holder: LogitsHolder) -> None:
+        """Read one token and keep its logits, at batch index 0; otherwise as :meth:`decode`.
+
+        The path of every generated token: what Python touches between two decodes has left the CPU's caches, so it
+        touches little.
+        """
+        with self.lock:
+            self._check_open()
+            self._check_place(seq, pos, 1)
+            self._batch.fill_one(seq, pos, self.model.check_token(token))
+            self._run((CellRun(seq, pos, pos + 1),), holder)
+
+    def _run(self, runs: Sequence[CellRun], holder: LogitsHolder | None) -> None:
+        """Decode the batch as it is filled, into cells at these places."""
+        previous = self._holder() if self._holder is not None else None
+        if previous is not None and previous is not holder:
+            previous.keep_logits()
+        self._holder, self._outputs = None, frozenset()
+        code = lib.llama_decode(self._ctx, self._batch.native)
+        self._pending_shift = False
+        if code:
+            self._take_back(runs, code)
+        for seq, p0, p1 in runs:
+            self.cells_used += p1 - p0
+            if self._windowed:
+                self._copy(seq, KEEPER, p0, p1)
+        self._outputs = self._batch.outputs
+        self._holder = weakref.ref(holder) if holder is not None else None
 
     def _check_chunks(self, chunks: Sequence[Chunk]) -> None:
         total = sum(len(c.tokens) for c in chunks)
@@ -187,36 +209,24 @@ class Engine:
         if len({c.seq for c in chunks}) < len(chunks):
             raise UsageError("one chunk a sequence")
         for chunk in chunks:
-            self._check_chunk(chunk)
+            self.model.check_range(chunk.tokens)
+            self._check_place(chunk.seq, chunk.pos, len(chunk.tokens))
 
-    def _check_chunk(self, chunk: Chunk) -> None:
-        self._check_seq(chunk.seq)
-        if chunk.tokens.min() < 0 or chunk.tokens.max() >= self.model.n_vocab:
-            raise UsageError(f"a token is outside the vocabulary [0, {self.model.n_vocab})")
-        newest = lib.llama_memory_seq_pos_max(self._memory, chunk.seq)
-        if (newest >= 0 and chunk.pos != newest + 1) or not 0 <= chunk.pos < _MAX_POS - len(chunk.tokens):
-            raise UsageError(f"sequence {chunk.seq} continues at position {newest + 1}, not at {chunk.pos}")
+    def _check_place(self, seq: int, pos: int, count: int) -> None:
+        """llama.cpp takes tokens only right behind the last position their sequence holds."""
+        self._check_seq(seq)
+        newest = lib.llama_memory_seq_pos_max(self._memory, seq)
+        if (newest >= 0 and pos != newest + 1) or not 0 <= pos < _MAX_POS - count:
+            raise UsageError(f"sequence {seq} continues at position {newest + 1}, not at {pos}")
 
-    def _let_holder_keep(self, newcomer: LogitsHolder | None) -> None:
-        holder = self._holder() if self._holder else None
-        if holder is not None and holder is not newcomer:
-            holder.keep_logits()
-        self._holder = None
-
-    def _take_back(self, chunks: Sequence[Chunk], code: int) -> None:
+    def _take_back(self, runs: Sequence[CellRun], code: int) -> None:
         if code == 1:
-            wanted = sum(len(c.tokens) for c in chunks)
+            wanted = sum(p1 - p0 for _, p0, p1 in runs)
             raise ContextFull(f"{wanted} tokens need as many cells and llama.cpp has none free")
         if self.model.capabilities.rewind:  # else a state: what it took in cannot be taken out again
-            for chunk in chunks:
-                self._remove(chunk.seq, chunk.pos, _MAX_POS)
+            for seq, p0, _ in runs:
+                self._remove(seq, p0, _MAX_POS)
         raise DecodeFailed(f"llama_decode returned {code}: {_llama.last_messages() or 'no reason given'}")
-
-    def _account(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            self.cells_used += len(chunk.tokens)
-            if self._windowed:
-                self._copy(chunk.seq, KEEPER, chunk.pos, chunk.pos + len(chunk.tokens))
 
     # -- logits -------------------------------------------------------------------------------------------------
 

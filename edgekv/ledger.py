@@ -156,6 +156,18 @@ class Ledger:
             self._last_visible = stop - 1
         return (start, stop)
 
+    def append_one(self, token: int, pos: int) -> int:
+        """As :meth:`append`, for one token; returns its index."""
+        index = self._n
+        if index >= len(self._tokens):
+            return self.append(np.asarray([token], np.int32), pos)[0]
+        self.history.computed(index, index + 1, self._view)
+        c = self._columns
+        self._tokens[index], c.pos[index], c.state[index] = token, pos, 0
+        c.seq[index], c.reserved[index] = self.live, False
+        self._n, self._last_visible = index + 1, index
+        return index
+
     def commit(self, plan: Plan) -> None:
         """The plan's native steps were carried out: its outcome is now how things are."""
         self.columns.assign(plan.after)

@@ -233,9 +233,13 @@ class Model:
         wide = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
         if wide.size and (wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer)):
             raise UsageError("tokens are a flat sequence of whole numbers")
-        if wide.size and (wide.min() < 0 or wide.max() >= self.n_vocab):
-            raise UsageError(f"a token is outside the vocabulary [0, {self.n_vocab})")
+        self.check_range(wide)
         return wide.astype(np.int32)
+
+    def check_range(self, tokens: npt.NDArray[Any]) -> None:
+        """Raise UsageError for a token outside the vocabulary."""
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.n_vocab):
+            raise UsageError(f"a token is outside the vocabulary [0, {self.n_vocab})")
 
     def tokenize(self, text: str, *, special: bool = False) -> TokenArray:
         """Text as int32 tokens (n,), BOS not added.

@@ -46,8 +46,10 @@ def runs(flags: npt.NDArray[np.bool_]) -> list[Range]:
     """The half-open runs of True in a one-dimensional array, in order."""
     import numpy as np
 
-    edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+    padded = np.zeros(len(flags) + 2, np.bool_)
+    padded[1:-1] = flags
+    edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:

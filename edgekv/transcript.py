@@ -104,14 +104,14 @@ class Transcript:
             self.broken = "a read was interrupted and this model's state cannot be rewound; open a new session"
 
     def read_one(self, token: int) -> int:
-        """Read one sampled token; returns its index. Raises ContextFull."""
-        self.ledger.check_room(1, self.engine.cells_free)
-        cursor, tokens = self.ledger.cursor, np.asarray([token], np.int32)
-        with uninterrupted():
-            self._decode(cursor, tokens)
-            index, _ = self.ledger.append(tokens, cursor)
+        """Read one sampled token, inside the caller's uninterrupted block; returns its index. Raises ContextFull."""
+        ledger = self.ledger
+        ledger.check_room(1, self.engine.cells_free)
+        cursor = ledger.cursor
+        self.engine.decode_one(self._live, cursor, token, self._next)
+        self._next.in_buffer(0, ledger.view)
         self.tally.generated += 1
-        return index
+        return ledger.append_one(token, cursor)
 
     def teacher_force(self, tokens: TokenArray) -> Generator[tuple[int, npt.NDArray[np.float32]], None, None]:
         """(index, float32 rows) that predict tokens[index:], read in batches and dropped at the end."""
