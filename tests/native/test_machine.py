@@ -39,13 +39,21 @@ def model_of(kind: str) -> Model:
     return _MODELS[kind]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a token's K and V come from: the tokens it saw, and all that those depend on."""
+
+    saw: frozenset[int] = frozenset()
+    depends: frozenset[int] = frozenset()
+
+
 @dataclass
 class Token:
     id: int
     state: State = State.VISIBLE
     reserved: bool = False
-    depends: frozenset[int] = frozenset()
-    original: frozenset[int] | None = None
+    reading: Reading = Reading()
+    original: Reading | None = None
     restored: bool = False
 
 
@@ -58,15 +66,15 @@ class Plain:
     def visible(self) -> list[int]:
         return [i for i, t in enumerate(self.tokens) if t.state == State.VISIBLE]
 
-    def depends_now(self, index: int) -> frozenset[int]:
-        """What token ``index`` would depend on if it were computed now."""
-        seen = [i for i in self.visible() if i < index]
-        return frozenset(seen).union(*(self.tokens[i].depends for i in seen))
+    def read_now(self, index: int) -> Reading:
+        """What token ``index`` would come from if it were computed now."""
+        saw = frozenset(i for i in self.visible() if i < index)
+        return Reading(saw, saw.union(*(self.tokens[i].reading.depends for i in saw)))
 
     def append(self, ids: list[int]) -> None:
         for token in ids:
             self.tokens.append(Token(token))
-            self.tokens[-1].depends = self.depends_now(len(self.tokens) - 1)
+            self.tokens[-1].reading = self.read_now(len(self.tokens) - 1)
 
     def free_tail(self) -> None:
         last = max(self.visible(), default=-1)
@@ -74,7 +82,7 @@ class Plain:
             token.reserved = False
 
     def influenced_by(self, hidden: set[int]) -> set[int]:
-        return {i for i in self.visible() if i not in hidden and self.tokens[i].depends & hidden}
+        return {i for i in self.visible() if i not in hidden and self.tokens[i].reading.depends & hidden}
 
 
 class Machine(RuleBasedStateMachine):
@@ -188,10 +196,10 @@ class Machine(RuleBasedStateMachine):
     def after_reread(self, index: int | None) -> None:
         if index is None:
             return
-        token, now = self.plain.tokens[index], self.plain.depends_now(index)
+        token, now = self.plain.tokens[index], self.plain.read_now(index)
         if token.original is None and self.session._ledger.has_original(index):
-            token.original = token.depends
-        token.depends = now
+            token.original = token.reading
+        token.reading = now
         before = max((i for i in self.plain.visible() if i < index), default=None)
         if before is not None and any(t.reserved for t in self.plain.tokens[before + 1 : index]):
             for hidden in self.plain.tokens[before + 1 : index]:
@@ -202,7 +210,7 @@ class Machine(RuleBasedStateMachine):
             if token.original is None or self.session._ledger.has_original(i):
                 continue
             if token.state == State.VISIBLE:
-                token.depends, token.restored = token.original, True
+                token.reading, token.restored = token.original, True
             token.original = None
 
     # -- what must hold after every step ----------------------------------------------------------------------------
@@ -253,7 +261,7 @@ class Machine(RuleBasedStateMachine):
         visible = self.plain.visible()
         if any(t.reserved for t in self.plain.tokens[: visible[-1]]):
             return False
-        return all(self.plain.tokens[i].depends == self.plain.depends_now(i) for i in visible)
+        return all(self.plain.tokens[i].reading.saw == self.plain.read_now(i).saw for i in visible)
 
     def check_influence(self, chosen: set[int], told: int) -> None:
         """Never fewer than there are; exactly as many unless a first reading came back meanwhile."""
