@@ -53,7 +53,8 @@ def main() -> int:
     results["mask_ms"], results["unmask_ms"] = mask_times()
     results["import_ms"] = process_times(["-c", "import edgekv"], options.rounds)
     results["help_ms"] = process_times(["-m", "edgekv", "--help"], options.rounds)
-    results["peak_rss_mb"] = {name: peak_rss(code, options.model) for name, code in RSS.items()}
+    if Path("/proc/self/status").exists():
+        results["peak_rss_mb"] = {name: peak_rss(code, options.model) for name, code in RSS.items()}
     show(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
@@ -71,7 +72,7 @@ def show(results: dict[str, Any]) -> None:
     for name in ("mask_ms", "unmask_ms", "import_ms", "help_ms"):
         r = results[name]
         print(f"{name:10} median {r['median']:8.3f}, least {r['min']:.3f}, most {r['max']:.3f}, n {r['n']}")
-    for name, mb in results["peak_rss_mb"].items():
+    for name, mb in results.get("peak_rss_mb", {}).items():
         print(f"peak RSS   {mb:8.1f} MB  {name}")
 
 
@@ -228,17 +229,22 @@ def spread(values: list[float]) -> dict[str, float]:
 
 # -- processes ------------------------------------------------------------------------------------------------------
 
+# The kernel's own high-water mark of this program: ru_maxrss would start at the size of the process that forked it.
+PEAK = """
+import re, pathlib
+status = pathlib.Path("/proc/self/status")
+print(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1])
+"""
 RSS = {
     "edgekv.Session": """
-import resource, sys
+import sys
 from edgekv import Session
 session = Session(sys.argv[1], n_ctx=4096)
 session.append(open(sys.argv[2]).read())
 session.generate(16).finish()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """,
     "llama_cpp.Llama": """
-import resource, sys
+import sys
 from edgekv import catalog, settings
 from llama_cpp import Llama
 threads = settings.physical_cores()
@@ -247,7 +253,6 @@ llama = Llama(str(catalog.resolve(sys.argv[1])), n_ctx=4096, n_batch=512, flash_
 llama.eval(llama.tokenize(open(sys.argv[2], 'rb').read()))
 for _ in range(16):
     llama.eval([llama.sample(temp=0)])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """,
 }
 
@@ -255,9 +260,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 def peak_rss(code: str, model: str) -> float:
     """Peak resident memory, in MB, of a process that reads the report and generates 16 tokens at n_ctx 4096."""
     report = Path(__file__).parents[1] / "edgekv" / "data" / "field_report.txt"
-    done = subprocess.run([sys.executable, "-c", code, model, str(report)], capture_output=True, text=True, check=True)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return int(done.stdout.split()[-1]) * unit / 1e6
+    command = [sys.executable, "-c", code + PEAK, model, str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1]) * 1024 / 1e6
 
 
 def process_times(arguments: list[str], rounds: int) -> dict[str, float]:
