@@ -179,6 +179,7 @@ class Demo:
         self.noise = np.empty(0, np.float64)
         self.receipt: Receipt | None = None
         self.watch = watch
+        self._context = 0  # tokens of the conversation when the edit is made
         self._closing = ExitStack()
         self._continuation: TokenArray = np.empty(0, np.int32)
         self._reference: npt.NDArray[np.float32] = np.empty((0, 0), np.float32)
@@ -221,6 +222,7 @@ class Demo:
     def compare(self) -> None:
         """Make every arm ``repeat`` times, in turn; the first time also compare its distributions."""
         report, tokens = self.base.span(REPORT), self.base.tokens
+        self._context = len(tokens)
         prefix, suffix = tokens[: report.start], tokens[report.stop :]
         question = self.format.question(self.script.after)
         again = np.concatenate([suffix, question])
@@ -302,9 +304,9 @@ class Demo:
             "model": {"file": self.model.path.name, "fingerprint": self.model.fingerprint},
             "machine": measured_on(self.plan.settings),
             "tokens": {
-                "context": len(self.base.tokens),
+                "context": self._context,
                 "masked": len(report),
-                "suffix": len(self.base.tokens) - report.stop,
+                "suffix": self._context - report.stop,
                 "influenced": self.receipt.influenced,
             },
             "noise": _kld_dict(self.noise),
