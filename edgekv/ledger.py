@@ -15,7 +15,8 @@ from .columns import Columns, Flags, State, last, runs_of
 from .errors import BadState, ContextFull, MaskUnsupported, PinnedTokens, UnknownSpan, UsageError
 from .history import History, View, clip
 from .layout import return_steps, shift_steps, wanted_positions
-from .plans import Original, Plan, Reread
+from .plans import Original, Plan, Recompute, Reread
+from .settings import SCRATCH
 from .spans import Range, runs
 from .steps import Drop, Move, Shift, Step
 
@@ -47,6 +48,7 @@ class Ledger:
         # Both follow from the columns; kept because every generated token asks for them.
         self._last_visible: int | None = None
         self._view: View = ()
+        self._first_gap: int | None = None
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -87,6 +89,11 @@ class Ledger:
     def view(self) -> View:
         """What a token read now could not see."""
         return self._view
+
+    @property
+    def first_gap(self) -> int | None:
+        """The first index whose place is kept empty, None for none."""
+        return self._first_gap
 
     def count(self, state: State) -> int:
         return int(np.count_nonzero(self.columns.where(state)))
@@ -143,7 +150,7 @@ class Ledger:
     def append(self, tokens: npt.NDArray[np.int32], pos: int) -> Range:
         """Record tokens that now stand in the live sequence from position ``pos`` on; returns their indexes."""
         start, stop = self._n, self._n + len(tokens)
-        self.history.computed(start, stop, self.view)
+        self.history.computed(start, stop, self.view, self.first_gap)
         if stop > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty(stop, np.int32)])
             self._columns = self._columns.grown(len(self._tokens))
@@ -161,7 +168,7 @@ class Ledger:
         index = self._n
         if index >= len(self._tokens):
             return self.append(np.asarray([token], np.int32), pos)[0]
-        self.history.computed(index, index + 1, self._view)
+        self.history.computed(index, index + 1, self._view, self._first_gap)
         c = self._columns
         self._tokens[index], c.pos[index], c.state[index] = token, pos, 0
         c.seq[index], c.reserved[index] = self.live, False
@@ -174,6 +181,7 @@ class Ledger:
         self._originals = plan.originals
         self._last_visible = plan.after.last_visible
         self._view = tuple(runs(~plan.after.visible))
+        self._first_gap = int(plan.after.reserved.argmax()) if plan.after.reserved.any() else None
         for index in plan.restored:
             self.history.undo_again(index)
 
@@ -240,6 +248,46 @@ class Ledger:
         after.free_tail()
         steps, originals = self._drop_steps(chosen)
         return Plan(tuple(steps), after, originals, edited=tuple(runs(chosen)), gap="tail")
+
+    def first_inexact(self) -> int | None:
+        """The first visible token that a fresh prefill of the visible tokens would compute otherwise, or place
+        otherwise behind a gap that cannot be closed; None when there is none."""
+        visible = self.columns.visible
+        hidden = [(a, b) for a, b in self.view if not self.columns.where(State.DROPPED)[a:b].all()]
+        wrong = self.history.influenced(hidden, self._n) | self.history.otherwise(self.view, self._n)
+        if not self.can_shift and self._first_gap is not None:
+            wrong[self._first_gap :] = True
+        found = np.flatnonzero(wrong & visible)
+        return int(found[0]) if len(found) else None
+
+    def plan_close(self) -> Plan | None:
+        """Close every kept gap, where positions can be shifted; None when there is nothing to close."""
+        if not self.can_shift or not self.columns.reserved.any():
+            return None
+        after = self.columns.copy()
+        after.reserved[:] = False
+        return self._finish([], after, self._originals, edited=np.zeros(self._n, np.bool_))
+
+    def plan_recompute(self, start: int) -> Recompute:
+        """Read the visible tokens from index ``start`` on again, behind the visible ones before it.
+
+        Their cells wait in scratch until the reading is done, so it takes as many free cells as tokens.
+        """
+        after = self.columns.copy()
+        chosen = after.visible
+        chosen[:start] = False
+        before = last(after.visible[:start])
+        pos = 0 if before is None else int(after.pos[before]) + 1
+        if before is None and chosen.any():
+            pos = int(after.pos[chosen.argmax()])
+        away = tuple(Move(self.live, SCRATCH, p0, p1) for _, p0, p1 in after.cell_runs(chosen))
+        dropped = [Drop(SCRATCH, m.p0, m.p1) for m in away]
+        dropped += [o.drop for o in self._originals if chosen[o.index]]
+        after.pos[chosen] = np.arange(pos, pos + int(chosen.sum()), dtype=np.int32)
+        after.reserved[before or 0 :] = False
+        kept = tuple(o for o in self._originals if not chosen[o.index])
+        plan = Plan(tuple(dropped), after, kept, edited=tuple(runs(chosen)))
+        return Recompute(away, tuple(m.reverse for m in away), plan, self.tokens[chosen].copy(), pos)
 
     def plan_reread(self, *, keep_original: bool) -> Reread:
         """Read the last visible token again, as it was computed while something else was visible.

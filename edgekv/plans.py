@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from .columns import Columns
 from .history import View
 from .spans import Range
@@ -54,6 +57,18 @@ class Plan:
     @property
     def num_freed(self) -> int:
         return sum(s.p1 - s.p0 for s in self.steps if isinstance(s, Drop))
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """A plan to read visible tokens again: their cells go aside, the ``tokens`` are decoded from ``pos`` on, then
+    ``plan`` drops what went aside. ``away`` comes first, ``undo`` brings the cells back should a decode fail."""
+
+    away: tuple[Step, ...]
+    undo: tuple[Step, ...]
+    plan: Plan
+    tokens: npt.NDArray[np.int32]
+    pos: int
 
 
 @dataclass(frozen=True)

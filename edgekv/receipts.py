@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .spans import Range
@@ -12,7 +12,8 @@ from .spans import Range
 class Receipt:
     """What an edit did and what it cost.
 
-    verb: mask, unmask, evict, rewind. ranges: index ranges it changed. tokens: how many. ms: wall time, milliseconds.
+    verb: mask, unmask, evict, rewind, recompute. ranges: index ranges it changed. tokens: how many. ms: wall time in
+    milliseconds.
     gap: "close", "keep", or "tail" when nothing visible stood behind (the cursor moved back instead).
     moved: tokens whose position changed. freed: cells given back.
     influenced: visible tokens computed while the edited ones were visible, directly or through others.
@@ -37,8 +38,24 @@ class Receipt:
 
     @property
     def exact(self) -> bool:
-        """Whether the session is what it would be had the hidden tokens never been read."""
-        return self.influenced == 0
+        """Whether the session is what it would be had the hidden tokens never been read.
+
+        Not behind a kept gap: tokens stand further apart there than in a restart.
+        """
+        return self.influenced == 0 and self.gap != "keep"
+
+    def then(self, recomputed: Receipt) -> Receipt:
+        """This edit and the reading that followed it, as one."""
+        return replace(
+            self,
+            ms=self.ms + recomputed.ms,
+            gap="close" if self.gap == "keep" else self.gap,  # reading again closes gaps
+            influenced=0,
+            prefilled=self.prefilled + recomputed.prefilled,
+            reread=recomputed.reread,
+            reused=0,
+            notes=(*self.notes, f"{count(recomputed.prefilled, 'token')} read again"),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "exact": self.exact}
@@ -55,13 +72,20 @@ class Receipt:
         return [*details, *self.notes]
 
     def _influence(self) -> str:
-        if self.exact:
-            return "exact: no visible token was computed while it was visible"
+        if not self.influenced:
+            return f"{'exact: ' if self.exact else ''}no visible token was computed while it was visible"
         were = "token was" if self.influenced == 1 else "tokens were"
         return f"{self.influenced:,} visible {were} computed while it was visible"
 
 
-_PAST = {"mask": "masked", "unmask": "unmasked", "evict": "evicted", "rewind": "dropped"}
+_PAST = {
+    "mask": "masked",
+    "unmask": "unmasked",
+    "evict": "evicted",
+    "rewind": "dropped",
+    "recompute": "read again",
+    "close": "moved up",
+}
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,16 @@ class Session:
     # -- editing ------------------------------------------------------------------------------------------------
 
     @_verb
-    def mask(self, target: Target, *, gap: str = "close", force: bool = False, refresh_last: bool = True) -> Receipt:
+    def mask(
+        self,
+        target: Target,
+        *,
+        gap: str = "close",
+        force: bool = False,
+        refresh_last: bool = True,
+        then: str = "none",
+        budget: int = 64,
+    ) -> Receipt:
         """Hide tokens: nothing read from now on attends to them; their cells stay, and unmask is instant.
 
         gap: "close" moves the visible tokens in front of the target up to those behind it, "keep" leaves the
@@ -303,6 +312,10 @@ class Session:
         computed while the target was visible, for models trained that way; by default the last visible token is
         read again first.
 
+        then: "recompute" makes it exact by :meth:`recompute`, "auto" does where at most ``budget`` visible tokens are
+        influenced: the loss is large where few tokens stand behind the span, and there reading them again is cheap.
+        Should the reading fail (ContextFull), the mask stands.
+
         Masked is not forgotten: visible tokens computed while the target was visible carry what they took from it;
         the receipt counts them. No cell and no RAM is freed.
 
@@ -310,10 +323,13 @@ class Session:
         Raises MaskUnsupported, BadState, PinnedTokens, UnknownSpan; then nothing has changed.
         """
         self._need_mask()
+        if then not in ("none", "recompute", "auto"):
+            raise UsageError(f"then is 'none', 'recompute' or 'auto', not {then!r}")
         ranges = self._spans.resolve(target)
         gap, notes = self._gap(gap)
-        plan = self._ledger.plan_mask(ranges, gap, force=force)
-        receipt = self._transcript.edit("mask", plan, notes)
+        receipt = self._transcript.edit("mask", self._ledger.plan_mask(ranges, gap, force=force), notes)
+        if then == "recompute" or (then == "auto" and 0 < receipt.influenced <= budget):
+            return receipt.then(self._transcript.recompute(None))
         if refresh_last:
             return receipt
         self._transcript.accept_stale_logits()
@@ -356,6 +372,21 @@ class Session:
         if not ranges:
             raise UsageError("the target holds no token")
         return min(start for start, _ in ranges)
+
+    @_verb
+    def recompute(self, start: int | None = None) -> Receipt:
+        """Read visible tokens again, so that the session is what it would be had the hidden ones never been read.
+
+        From index ``start`` on, or from the first visible token that was computed while something else was visible
+        (none: nothing is read). Kept gaps close. ``progress`` is called as in :meth:`append`.
+
+        Cost: those tokens are read once more, and need as many free cells until that is done. Raises ContextFull,
+        MaskUnsupported (a state that cannot be rewound); on any error, and on Ctrl-C, the cells from before are back.
+        """
+        self._need_mask()
+        if start is not None and not 0 <= start <= len(self._ledger):
+            raise UsageError(f"cannot read again from {start}: the transcript has {len(self._ledger)} tokens")
+        return self._transcript.recompute(start)
 
     @contextlib.contextmanager
     def masked(self, target: Target, *, gap: str = "close", force: bool = False) -> Iterator[Receipt]:

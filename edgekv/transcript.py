@@ -6,8 +6,10 @@ two say the same afterwards, or the transcript is marked broken with a message t
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Final, TypeVar
 
 import numpy as np
@@ -22,7 +24,7 @@ from .history import View, clip
 from .ledger import Ledger
 from .model import TokenArray
 from .next_logits import NextLogits
-from .plans import Plan, Reread
+from .plans import Plan, Recompute, Reread
 from .receipts import Audit, Receipt
 from .sampling import Sampler
 from .settings import SCRATCH
@@ -45,6 +47,7 @@ class Transcript:
         self.tally: Final = Tally()
         self.broken = ""
         self.reading = False  # while the progress callback may run
+        self._num_decoded = 0  # tokens of the reading under way that have cells
         self.progress: Progress | None = None
         self._next = NextLogits(engine)
         self._original: tuple[int, View, npt.NDArray[np.float32]] | None = None
@@ -61,31 +64,81 @@ class Transcript:
         ``register`` gets their index range, and runs in the same uninterrupted breath as the ledger's entry.
         """
         self.ledger.check_room(len(tokens), self.engine.cells_free)
-        start, done = self.ledger.cursor, 0
-        began, length = time.perf_counter(), len(self.ledger)
+        start, length, began = self.ledger.cursor, len(self.ledger), time.perf_counter()
+        with self._reading() as before:
+            try:
+                self._decode_all(start, tokens)
+                with uninterrupted():
+                    read = self.ledger.append(tokens, start)
+                    self.tally.read(len(tokens), time.perf_counter() - began)
+                    return register(read)
+            except BaseException:
+                with uninterrupted():
+                    if len(self.ledger) == length:
+                        self._next = before
+                        self._drop(start, self._num_decoded)
+                raise
+
+    def recompute(self, start: int | None) -> Receipt:
+        """Read the visible tokens from index ``start`` on again, None for the first one that is not exact."""
+        began = time.perf_counter()
+        if (close := self.ledger.plan_close()) is not None:
+            self.edit("close", close)
+        first = self.ledger.first_inexact() if start is None else start
+        again = self.ledger.plan_recompute(len(self.ledger) if first is None else first)
+        if len(again.tokens):
+            self._read_again(again)
+        seconds = time.perf_counter() - began
+        self.tally.read(len(again.tokens), seconds)
+        receipt = self._receipt("recompute", again.plan, seconds * 1e3, 0, ())
+        return replace(receipt, prefilled=len(again.tokens), freed=0)
+
+    def _read_again(self, again: Recompute) -> None:
+        """The old cells wait aside until every token is read; on any error they come back."""
+        self.ledger.check_room(len(again.tokens), self.engine.cells_free)
+        aside = False
+        with self._reading() as before:
+            try:
+                with uninterrupted():
+                    self.engine.apply(again.away)
+                    aside = True
+                self._decode_all(again.pos, again.tokens)
+                with uninterrupted():
+                    aside = False
+                    self._apply(again.plan)
+                    self.ledger.commit(again.plan)
+                    self.ledger.history.recomputed(again.plan.edited, self.ledger.view, self.ledger.first_gap)
+                    self._original = None
+            except BaseException:
+                with uninterrupted():
+                    if aside:
+                        self._next = before
+                        self._drop(again.pos, self._num_decoded)
+                        self.engine.apply(again.undo)
+                raise
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[NextLogits]:
+        """While tokens are read the next logits are new ones; yields those from before, should the reading fail."""
         self._next.keep_logits()
         before = self._next
+        self._num_decoded = 0
         try:
             self.reading, self._next = True, NextLogits(self.engine)
-            while done < len(tokens):
-                part = tokens[done : done + self.engine.n_batch]
-                with uninterrupted():
-                    self._decode(start + done, part, last=done + len(part) == len(tokens))
-                    done += len(part)
-                if self.progress is not None:
-                    self.progress(done, len(tokens))
-            with uninterrupted():
-                read = self.ledger.append(tokens, start)
-                self.tally.read(len(tokens), time.perf_counter() - began)
-                return register(read)
-        except BaseException:
-            with uninterrupted():
-                if len(self.ledger) == length:
-                    self._next = before
-                    self._drop(start, done)
-            raise
+            yield before
         finally:
             self.reading = False
+
+    def _decode_all(self, start: int, tokens: TokenArray) -> None:
+        """Decode tokens from position ``start`` on, batch by batch, counting them."""
+        while self._num_decoded < len(tokens):
+            at = self._num_decoded
+            part = tokens[at : at + self.engine.n_batch]
+            with uninterrupted():
+                self._decode(start + at, part, last=at + len(part) == len(tokens))
+                self._num_decoded += len(part)
+            if self.progress is not None:
+                self.progress(self._num_decoded, len(tokens))
 
     def _decode(self, pos: int, tokens: TokenArray, *, last: bool = True) -> None:
         """Read tokens at ``pos``; behind the last of them are the next logits, under the view there is now."""
@@ -188,7 +241,7 @@ class Transcript:
                 raise
             self.ledger.commit(reread.plan)
             if changed:
-                self.ledger.history.computed_again(reread.index, self.ledger.view)
+                self.ledger.history.computed_again(reread.index, self.ledger.view, self.ledger.first_gap)
 
     def _undo(self, reread: Reread) -> None:
         if reread.undo:

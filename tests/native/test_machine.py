@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -28,6 +28,12 @@ PLAN = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
+    phases=(
+        Phase.explicit,
+        Phase.reuse,
+        Phase.generate,
+        *((Phase.shrink,) if NIGHTLY else ()),
+    ),  # shrinking takes minutes
 )
 _FOLDER = tempfile.TemporaryDirectory()
 _MODELS: dict[str, Model] = {}
@@ -41,9 +47,11 @@ def model_of(kind: str) -> Model:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a token's K and V come from: the tokens it saw, and all that those depend on."""
+    """What a token's K and V come from: the tokens it saw, each in the version of then, whether behind a gap, and all
+    that those depend on."""
 
-    saw: frozenset[int] = frozenset()
+    saw: frozenset[tuple[int, int]] = frozenset()
+    gap: bool = False
     depends: frozenset[int] = frozenset()
 
 
@@ -55,6 +63,7 @@ class Token:
     reading: Reading = Reading()
     original: Reading | None = None
     restored: bool = False
+    version: int = 0
 
 
 @dataclass
@@ -68,8 +77,10 @@ class Plain:
 
     def read_now(self, index: int) -> Reading:
         """What token ``index`` would come from if it were computed now."""
-        saw = frozenset(i for i in self.visible() if i < index)
-        return Reading(saw, saw.union(*(self.tokens[i].reading.depends for i in saw)))
+        seen = frozenset(i for i in self.visible() if i < index)
+        saw = frozenset((i, self.tokens[i].version) for i in seen)
+        gap = any(t.reserved for t in self.tokens[:index])
+        return Reading(saw, gap, seen.union(*(self.tokens[i].reading.depends for i in seen)))
 
     def append(self, ids: list[int]) -> None:
         for token in ids:
@@ -188,6 +199,46 @@ class Machine(RuleBasedStateMachine):
             token.state, token.reserved, token.original = State.DROPPED, False, None
         self.plain.free_tail()
 
+    @rule()
+    @precondition(lambda self: self.plain.visible())
+    def recompute(self) -> None:
+        first = self.first_inexact()
+        try:
+            receipt = self.session.recompute()
+        except errors.ContextFull:
+            assert self.free < len(self.plain.visible())
+            receipt = None
+        if receipt is not None or self.can_shift:
+            for token in self.plain.tokens:
+                token.reserved = False
+        if receipt is None:
+            return
+        began = receipt.ranges[0][0] if receipt.ranges else len(self.plain.tokens)
+        assert began <= first
+        assert began == first or any(t.restored for t in self.plain.tokens)
+        again = [i for i in self.plain.visible() if i >= began]
+        assert receipt.prefilled == len(again)
+        for i in again:
+            self.plain.tokens[i].version += 1
+            self.plain.tokens[i].reading, self.plain.tokens[i].original = self.plain.read_now(i), None
+        assert self.is_exact()
+
+    def first_inexact(self) -> int:
+        """The first visible token that a restart would compute or place otherwise; the number of tokens for none."""
+        tokens = self.plain.tokens
+        hidden = {i for i, t in enumerate(tokens) if t.state in (State.MASKED, State.EVICTED)}
+        gap = False
+        for i, token in enumerate(tokens):
+            gap |= token.reserved and not self.can_shift
+            if token.state == State.VISIBLE and (
+                gap
+                or token.reading.gap
+                or token.reading.saw != self.plain.read_now(i).saw
+                or token.reading.depends & hidden
+            ):
+                return i
+        return len(tokens)
+
     # -- what the model needs to be told: that one token was read again, or its first reading came back -------------
 
     def note_reread(self) -> int | None:
@@ -196,14 +247,13 @@ class Machine(RuleBasedStateMachine):
     def after_reread(self, index: int | None) -> None:
         if index is None:
             return
-        token, now = self.plain.tokens[index], self.plain.read_now(index)
+        before = max((i for i in self.plain.visible() if i < index), default=None)
+        for hidden in self.plain.tokens[index if before is None else before + 1 : index]:
+            hidden.reserved = False  # it is read right behind the one before it
+        token = self.plain.tokens[index]
         if token.original is None and self.session._ledger.has_original(index):
             token.original = token.reading
-        token.reading = now
-        before = max((i for i in self.plain.visible() if i < index), default=None)
-        if before is not None and any(t.reserved for t in self.plain.tokens[before + 1 : index]):
-            for hidden in self.plain.tokens[before + 1 : index]:
-                hidden.reserved = False
+        token.reading = self.plain.read_now(index)
 
     def note_restored(self) -> None:
         for i, token in enumerate(self.plain.tokens):
@@ -261,7 +311,8 @@ class Machine(RuleBasedStateMachine):
         visible = self.plain.visible()
         if any(t.reserved for t in self.plain.tokens[: visible[-1]]):
             return False
-        return all(self.plain.tokens[i].reading.saw == self.plain.read_now(i).saw for i in visible)
+        readings = [(self.plain.tokens[i].reading, self.plain.read_now(i)) for i in visible]
+        return all(was.saw == now.saw and not was.gap for was, now in readings)
 
     def check_influence(self, chosen: set[int], told: int) -> None:
         """Never fewer than there are; exactly as many unless a first reading came back meanwhile."""

@@ -111,8 +111,8 @@ def test_public_names() -> None:
 
 SESSION = {
     "append", "audit", "close", "engine", "evict", "generate", "influenced_by", "lock", "logits", "logits_over",
-    "mask", "masked", "model", "progress", "rewind", "score", "span", "spans", "states", "stats", "text", "tokens",
-    "unmask",
+    "mask", "masked", "model", "progress", "recompute", "rewind", "score", "span", "spans", "states", "stats",
+    "text", "tokens", "unmask",
 }  # fmt: skip
 FOR_GENERATION = {"begin_generation", "end_generation", "is_current", "read_token", "sample_token", "shorten"}
 
