@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 from ._llama import uninterrupted
 from .errors import BadState, UsageError
-from .model import Model, TextStream
+from .host import Host
+from .model import TextStream
 from .receipts import Timings
 from .sampling import GREEDY, Sampler, Sampling
 from .spans import Span
@@ -32,21 +31,6 @@ class Request:
             raise UsageError(f"max_tokens must be 0 or more, not {self.max_tokens}")
         if any(not s for s in self.stop):
             raise UsageError("a stop string cannot be empty: it would stop at once")
-
-
-class Host(Protocol):
-    """What a generation needs of its session; each call holds the engine's lock."""
-
-    @property
-    def model(self) -> Model: ...
-    @property
-    def lock(self) -> AbstractContextManager[object]: ...
-    def begin_generation(self, generation: Generation) -> Sampler: ...
-    def is_current(self, generation: Generation) -> bool: ...
-    def sample_token(self, sampler: Sampler) -> int: ...
-    def read_token(self, token: int) -> int: ...
-    def shorten(self, index: int, text: str) -> list[int] | None: ...
-    def end_generation(self, generation: Generation) -> tuple[Span, Turn]: ...
 
 
 class Generation:
@@ -159,15 +143,15 @@ class Generation:
         if self._sampler is None:
             self._start()
         assert self._sampler is not None
-        if not self._host.is_current(self):
+        if not self._host.open:
             return self._end("closed")
         if len(self.tokens) >= self.request.max_tokens:
             return self._end("length")
-        token = self._host.sample_token(self._sampler)
+        token = self._host.sample(self._sampler)
         self._first_token_at = self._first_token_at or time.perf_counter()
         if self._host.model.is_end(token):
             return self._end("end")
-        self._host.read_token(token)
+        self._host.read(token)
         self._take(token)
         if (at := self._find_stop()) is not None:
             self._cut(at)
@@ -182,7 +166,7 @@ class Generation:
 
     def _start(self) -> None:
         self._started_at = time.perf_counter()
-        self._sampler = self._host.begin_generation(self)
+        self._sampler, self.start_index = self._host.begin(self.request.sampling)
         self.seed = self._sampler.seed
 
     def _take(self, token: int) -> None:
@@ -195,9 +179,9 @@ class Generation:
         self._text += self._stream.finish() if reason != "stop" else ""
         self.finish_reason = reason
         if self._sampler is None:  # closed before it began: nothing was sampled, an empty span marks the place
-            self._sampler = self._host.begin_generation(self)
+            self._sampler, self.start_index = self._host.begin(self.request.sampling)
         self._sampler.close()
-        self._span, self._turn = self._host.end_generation(self)
+        self._span, self._turn = self._host.end(self.request.name, self.request.role, self.start_index)
 
     def _find_stop(self) -> int | None:
         """Where the first stop string begins in the text not yet shown."""

@@ -17,18 +17,16 @@ from .columns import State
 from .engine import Engine
 from .errors import BadState, ClosedError, MaskUnsupported, SessionBroken, UnknownSpan, UsageError
 from .generation import Generation, Request
+from .host import BOS_NAME, Host
 from .model import Model, TokenArray
 from .receipts import Audit, Receipt, Stats
-from .sampling import GREEDY, Sampler, Sampling
+from .sampling import GREEDY, Sampling
 from .settings import Settings
 from .spans import Range, Span, Target, runs
-from .tally import Turn
 from .transcript import Progress, Transcript
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_BOS_NAME: Final = "<bos>"
 
 
 def _verb(method: Callable[Concatenate[Session, P], R]) -> Callable[Concatenate[Session, P], R]:
@@ -172,7 +170,7 @@ class Session:
 
         def register(read: Range) -> Span:
             if len(bos):
-                self._spans.add(Span(_BOS_NAME, read[0], read[0] + 1, "control"))
+                self._spans.add(Span(BOS_NAME, read[0], read[0] + 1, "control"))
             return self._spans.add(Span(name, read[1] - len(tokens), read[1], role, labels))
 
         if not len(tokens):
@@ -180,7 +178,7 @@ class Session:
         return self._transcript.read(np.concatenate([bos, tokens]), register)
 
     def _check_name(self, name: str) -> None:
-        if name == _BOS_NAME:
+        if name == BOS_NAME:
             raise UsageError(f"{name!r} is the span of the model's own first token; choose another name")
         self._spans.check_name(name)
 
@@ -245,51 +243,8 @@ class Session:
         if name is not None:
             self._check_name(name)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._generation = Generation(self, Request(max_tokens, sampling, stops, name, role))
+        self._generation = Generation(Host(self._transcript), Request(max_tokens, sampling, stops, name, role))
         return self._generation
-
-    def begin_generation(self, generation: Generation) -> Sampler:
-        """For Generation: its sampler, with penalties that count what is visible now."""
-        self._check_open()
-        if self._ledger.blank and self.model.bos is not None:
-            bos = np.asarray([self.model.bos], np.int32)
-            self._transcript.read(bos, lambda read: self._spans.add(Span(_BOS_NAME, *read, "control")))
-        generation.start_index = len(self._ledger)
-        self._transcript.tally.begin_generation(self._ledger.count(State.VISIBLE), self._ledger.count(State.MASKED))
-        return Sampler(self.model, generation.request.sampling, self._ledger.visible_tokens)
-
-    def is_current(self, generation: Generation) -> bool:
-        """For Generation: whether it may go on."""
-        return generation is self._generation and not self._closed and not self._transcript.broken
-
-    def sample_token(self, sampler: Sampler) -> int:
-        """For Generation: draw the next token."""
-        return self._transcript.sample(sampler)
-
-    def read_token(self, token: int) -> int:
-        """For Generation: read a sampled token into the cache; returns its index."""
-        return self._transcript.read_one(token)
-
-    def shorten(self, index: int, text: str) -> list[int] | None:
-        """For Generation: rewind to ``index`` and read ``text`` there, the part of a token before a stop string.
-
-        Returns its tokens, None where the model's state cannot be rewound.
-        """
-        if not self.model.capabilities.rewind:
-            return None
-        if index < len(self._ledger):
-            self._transcript.edit("rewind", self._ledger.plan_rewind(index))
-        tokens = self.model.tokenize(text)
-        if len(tokens):
-            self._transcript.read(tokens, lambda read: read)
-        return [int(t) for t in tokens]
-
-    def end_generation(self, generation: Generation) -> tuple[Span, Turn]:
-        """For Generation: register what was generated as a span."""
-        name = generation.request.name or self._spans.free_name(generation.request.role or "text")
-        start = min(generation.start_index, len(self._ledger))
-        span = self._spans.add(Span(name, start, len(self._ledger), generation.request.role))
-        return span, self._transcript.tally.end_generation()
 
     # -- editing ------------------------------------------------------------------------------------------------
 

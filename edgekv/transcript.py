@@ -46,6 +46,7 @@ class Transcript:
         self.spans: Final = SpanTable()
         self.tally: Final = Tally()
         self.broken = ""
+        self.released = False
         self.reading = False  # while the progress callback may run
         self._num_decoded = 0  # tokens of the reading under way that have cells
         self.progress: Progress | None = None
@@ -54,6 +55,7 @@ class Transcript:
 
     def release(self) -> None:
         """Free the cells and give the sequences back."""
+        self.released = True
         self.engine.give_back(self._sequences, self.ledger.num_cells)
 
     # -- reading ------------------------------------------------------------------------------------------------

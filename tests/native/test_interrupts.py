@@ -104,15 +104,15 @@ def test_a_generation_keeps_what_it_said(
 
 def test_ctrl_c_inside_a_step_waits_for_its_end(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token that was being read is in the text and in the cache, and the generation has ended."""
-    read_token = session.read_token
+    read_one = session._transcript.read_one
 
     def interrupted(token: int) -> int:
-        index = read_token(token)
+        index = read_one(token)
         if len(generation.tokens) == 3:
             ctrl_c()
         return index
 
-    monkeypatch.setattr(session, "read_token", interrupted)
+    monkeypatch.setattr(session._transcript, "read_one", interrupted)
     generation = session.generate(50)
     with pytest.raises(KeyboardInterrupt):
         generation.finish()

@@ -19,6 +19,7 @@ LAYERS = (
     ("demo", "doctor", "inspection", "prompt"),
     ("session",),
     ("render", "generation"),
+    ("host",),
     ("transcript", "next_logits"),
     ("ledger",),
     ("layout", "plans"),
@@ -114,12 +115,11 @@ SESSION = {
     "mask", "masked", "model", "progress", "recompute", "rewind", "score", "span", "spans", "states", "stats",
     "text", "tokens", "unmask",
 }  # fmt: skip
-FOR_GENERATION = {"begin_generation", "end_generation", "is_current", "read_token", "sample_token", "shorten"}
 
 
 def test_session_names() -> None:
     names = {n for n in vars(edgekv.Session) if not n.startswith("_")} | {"engine"}
-    assert names - FOR_GENERATION == SESSION
+    assert names == SESSION
 
 
 @pytest.mark.parametrize("name", sorted(SESSION - {"engine", "lock", "model", "progress"}))

@@ -76,7 +76,8 @@ def test_closing_the_gap_is_what_matters(model: Model, capsys: pytest.CaptureFix
     kept, closed, again, noise = np.mean(rows, axis=0)
     with capsys.disabled():
         print(
-            f"\n{model.path.name}, n = 5: gap kept {kept:.3f}, closed {closed:.3f}, read again {again:.4f}, floor {noise:.4f}"
+            f"\n{model.path.name}, n = 5: gap kept {kept:.3f}, closed {closed:.3f}, read again {again:.4f}, "
+            f"noise floor {noise:.4f}"
         )
         print(
             "\n".join(
