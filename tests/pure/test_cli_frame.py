@@ -23,7 +23,7 @@ from edgekv.errors import EdgekvError, ModelNotFound, UnknownSpan
 from wheels import make_model, noise, pip_environ, write_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("llama_cpp", "numpy", "rich", "platformdirs", "subprocess", "importlib.metadata")
+HEAVY = ("llama_cpp", "numpy", "rich", "platformdirs", "importlib.metadata")
 
 needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
 
