@@ -262,7 +262,7 @@ class Ledger:
 
     def plan_close(self) -> Plan | None:
         """Close every kept gap, where positions can be shifted; None when there is nothing to close."""
-        if not self.can_shift or not self.columns.reserved.any():
+        if not self.can_shift or self._first_gap is None:
             return None
         after = self.columns.copy()
         after.reserved[:] = False
@@ -281,12 +281,11 @@ class Ledger:
         if before is None and chosen.any():
             pos = int(after.pos[chosen.argmax()])
         away = tuple(Move(self.live, SCRATCH, p0, p1) for _, p0, p1 in after.cell_runs(chosen))
-        dropped = [Drop(SCRATCH, m.p0, m.p1) for m in away]
-        dropped += [o.drop for o in self._originals if chosen[o.index]]
+        more, kept = self._drop_originals(chosen)
         after.pos[chosen] = np.arange(pos, pos + int(chosen.sum()), dtype=np.int32)
         after.reserved[before or 0 :] = False
-        kept = tuple(o for o in self._originals if not chosen[o.index])
-        plan = Plan(tuple(dropped), after, kept, edited=tuple(runs(chosen)))
+        dropped = (*(Drop(SCRATCH, m.p0, m.p1) for m in away), *more)
+        plan = Plan(dropped, after, kept, edited=tuple(runs(chosen)))
         return Recompute(away, tuple(m.reverse for m in away), plan, self.tokens[chosen].copy(), pos)
 
     def plan_reread(self, *, keep_original: bool) -> Reread:
@@ -337,8 +336,13 @@ class Ledger:
         """Free the cells of the chosen tokens, and of their originals; returns the originals that stay."""
         c = self.columns
         steps: list[Step] = [Drop(*run) for run in c.cell_runs(chosen & c.in_cells)]
-        steps += [o.drop for o in self._originals if chosen[o.index]]
-        return steps, tuple(o for o in self._originals if not chosen[o.index])
+        more, kept = self._drop_originals(chosen)
+        return [*steps, *more], kept
+
+    def _drop_originals(self, chosen: Flags) -> tuple[list[Step], tuple[Original, ...]]:
+        """Free the cells of the chosen tokens' originals; returns those that stay."""
+        kept = tuple(o for o in self._originals if not chosen[o.index])
+        return [o.drop for o in self._originals if chosen[o.index]], kept
 
     def _archive_steps(self, chosen: Flags, after: Columns) -> list[Step]:
         """Move chosen visible tokens to archives whose ranges are free there; sets their seq and pos in ``after``."""

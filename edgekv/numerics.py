@@ -22,6 +22,14 @@ def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
+def log_probabilities(logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+    """float64 (n,): the natural log-probability of tokens[i] under row i, without those of all other tokens."""
+    top = logits.max(axis=1, keepdims=True)
+    total = np.exp(logits - top, dtype=np.float64).sum(axis=1)
+    chosen = logits[np.arange(len(tokens)), tokens].astype(np.float64)
+    return np.asarray(chosen - top[:, 0] - np.log(total))
+
+
 def kl_divergence(reference: Logits, other: Logits) -> npt.NDArray[np.float64]:
     """float64 (n,): KL(reference || other) of each row of two (n, n_vocab) arrays of logits, in nats.
 

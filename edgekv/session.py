@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from . import catalog, render
+from . import catalog, numerics, render
 from .columns import State
 from .engine import Engine
 from .errors import BadState, ClosedError, MaskUnsupported, SessionBroken, UnknownSpan, UsageError
@@ -199,7 +199,7 @@ class Session:
         """
         tokens = self._tokens(text)
         with contextlib.closing(self._transcript.teacher_force(tokens)) as forced:  # whatever happens, its end runs
-            parts = [_log_softmax_at(rows, tokens[at : at + len(rows)]) for at, rows in forced]
+            parts = [numerics.log_probabilities(rows, tokens[at : at + len(rows)]) for at, rows in forced]
         return np.concatenate(parts) if parts else np.empty(0, np.float64)
 
     @_verb
@@ -435,11 +435,3 @@ class Session:
         Cost: copies the session's K and V once. Raises AuditFailed with the first difference.
         """
         return self._transcript.audit()
-
-
-def _log_softmax_at(logits: npt.NDArray[np.float32], tokens: TokenArray) -> npt.NDArray[np.float64]:
-    """float64 (n,): log-probability of tokens[i] under row i."""
-    top = logits.max(axis=1, keepdims=True)
-    total = np.exp(logits - top, dtype=np.float64).sum(axis=1)
-    chosen = logits[np.arange(len(tokens)), tokens].astype(np.float64)
-    return np.asarray(chosen - top[:, 0] - np.log(total))

@@ -137,7 +137,7 @@ def test_an_interrupted_score_leaves_nothing_though_its_error_is_kept(
         return logits[:, 0]
 
     with monkeypatch.context() as patch:
-        patch.setattr("edgekv.session._log_softmax_at", interrupted)
+        patch.setattr("edgekv.numerics.log_probabilities", interrupted)
         try:
             session.score(some_tokens(40))
         except KeyboardInterrupt as err:

@@ -124,3 +124,12 @@ def test_memory_stays_small_for_a_large_vocabulary() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100 << 20  # all rows at once in float64 would take 50 MB a temporary, and there are many
+
+
+def test_log_probabilities_are_those_of_the_softmax() -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 4, (6, 50)).astype(np.float32)
+    tokens = rng.integers(0, 50, 6).astype(np.int32)
+    np.testing.assert_allclose(
+        numerics.log_probabilities(logits, tokens), numerics.log_softmax(logits)[np.arange(6), tokens], atol=1e-5
+    )
