@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .session import Session as Session
     from .settings import Settings as Settings
     from .spans import Span as Span
+    from .together import decode_together as decode_together
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _HOME = {
     "State": "columns",
     "Stats": "receipts",
     "Timings": "receipts",
+    "decode_together": "together",
 }
 
 __all__ = [*sorted(_HOME), "__version__", "errors"]

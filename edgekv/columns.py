@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .shares import PRIVATE
+
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
@@ -35,29 +37,50 @@ class CellRun(NamedTuple):
 
 @dataclass
 class Columns:
-    """One row a token: its position, state, sequence (of a visible or masked token), and whether a masked token
-    keeps its place in the layout (``reserved``)."""
+    """One row a token, in reading order: its position, state, sequence (of a visible or masked token), whether a
+    hidden token keeps its place in the layout (``reserved``), and the id of a cell that is or was shared with another
+    session (``cell``, see :class:`~edgekv.shares.Shares`)."""
 
     pos: npt.NDArray[np.int32]
     state: npt.NDArray[np.int8]
     seq: npt.NDArray[np.int16]
     reserved: Flags
+    cell: npt.NDArray[np.int32]
 
     @classmethod
     def empty(cls, size: int) -> Columns:
-        return cls(
-            np.empty(size, np.int32), np.empty(size, np.int8), np.empty(size, np.int16), np.empty(size, np.bool_)
-        )
+        pos, cell = np.empty(size, np.int32), np.empty(size, np.int32)
+        return cls(pos, np.empty(size, np.int8), np.empty(size, np.int16), np.empty(size, np.bool_), cell)
+
+    @classmethod
+    def dropped(cls, size: int, seq: int = 0) -> Columns:
+        """Rows that belong to nobody."""
+        rows = cls.empty(size)
+        rows.pos[:], rows.state[:], rows.seq[:], rows.reserved[:], rows.cell[:] = 0, State.DROPPED, seq, False, PRIVATE
+        return rows
+
+    @property
+    def _all(self) -> tuple[npt.NDArray[Any], ...]:
+        return (self.pos, self.state, self.seq, self.reserved, self.cell)
 
     def __len__(self) -> int:
         return len(self.pos)
 
     def first(self, n: int) -> Columns:
         """Views of the first ``n`` rows."""
-        return Columns(self.pos[:n], self.state[:n], self.seq[:n], self.reserved[:n])
+        return Columns(*(column[:n] for column in self._all))
 
     def copy(self) -> Columns:
-        return Columns(self.pos.copy(), self.state.copy(), self.seq.copy(), self.reserved.copy())
+        return Columns(*(column.copy() for column in self._all))
+
+    def take(self, rows: npt.NDArray[np.intp]) -> Columns:
+        """Copies of some rows."""
+        return Columns(*(column[rows] for column in self._all))
+
+    def with_rows(self, row: int, new: Columns) -> Columns:
+        """The same rows with those of ``new`` in front of ``row``."""
+        both = zip(self._all, new._all, strict=True)
+        return Columns(*(np.concatenate([old[:row], more, old[row:]]) for old, more in both))
 
     def grown(self, size: int) -> Columns:
         """The same rows with room for ``size``."""
@@ -67,7 +90,8 @@ class Columns:
 
     def assign(self, other: Columns) -> None:
         """Overwrite every row."""
-        self.pos[:], self.state[:], self.seq[:], self.reserved[:] = other.pos, other.state, other.seq, other.reserved
+        for mine, theirs in zip(self._all, other._all, strict=True):
+            mine[:] = theirs
 
     def where(self, state: State) -> Flags:
         return np.equal(self.state, _CODES[state])

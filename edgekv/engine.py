@@ -1,33 +1,30 @@
-"""Engine: one llama.cpp context, its sequences and cells. Every call is checked in Python before it can abort.
+"""Engine: one llama.cpp context: decoding, logits, and the steps of edits. Every call is checked before it can abort.
 
-What kills the process inside llama.cpp (a bad sequence id, a batch beyond n_batch, a shift on M-RoPE, logits that do
-not exist, ...) is a typed error here. Sequence -1, which means *every* sequence to ``seq_rm``, never leaves Python.
-
-Sequences: 0 is scratch, for building things aside; 1 is the keeper (see :meth:`Engine.decode`); sessions take the
-others.
+What kills the process inside llama.cpp (a batch beyond n_batch, logits that do not exist, ...) is a typed error here;
+cells.py does the same for sequences and cells.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from . import _llama, memory, state_blob
+from . import _llama, memory
 from ._llama import lib
 from .batch import Batch, Chunk
+from .cells import MAX_POS, Cells, sequence_ids
 from .columns import CellRun
-from .errors import AuditFailed, ClosedError, ContextFull, DecodeFailed, MaskUnsupported, NoLogits, TooLarge, UsageError
+from .errors import AuditFailed, ClosedError, ContextFull, DecodeFailed, NoLogits, TooLarge, UsageError
 from .model import Model
-from .settings import KEEPER, NUM_RESERVED, SCRATCH, Settings
-from .steps import Drop, Move, Shift, Step
-
-_MAX_POS: Final = (1 << 31) - 1
+from .settings import SCRATCH, Settings
+from .shares import Shares
+from .steps import Drop, Own, Shift, Step
 
 
 class LogitsHolder(Protocol):
@@ -50,18 +47,20 @@ class Engine:
         self.close_gaps: Final = model.close_gaps(settings.kv_type)
         self.can_shift: Final = bool(self.close_gaps)
         self._refuse_too_large()
+        # A state takes memory for every sequence, and cannot be masked.
+        self._num_archives: Final = settings.n_archives if model.capabilities.mask else 0
+        self._num_sequences: Final = settings.n_sequences(self._num_archives)
         self.max_outputs: Final = settings.max_outputs(model.n_vocab)
         self._ctx = self._open()
-        self._memory = lib.llama_get_memory(self._ctx)
-        self.num_cells: Final[int] = lib.llama_n_ctx(self._ctx)
+        self._cells = Cells(self._ctx, model, self._num_sequences, self.close_gaps)
+        self.num_cells: Final[int] = self._cells.size
         self.n_batch: Final[int] = lib.llama_n_batch(self._ctx)
-        self.cells_used = 0
-        self._windowed: Final = model.n_swa > 0
-        self._free_sequences = list(range(NUM_RESERVED, settings.n_sequences))
+        self.shares: Final = Shares()
+        self.lost = ""  # why no session on this engine can go on
+        self._free_sequences = list(sequence_ids(self._num_sequences))
         self._batch = Batch(self.n_batch)
         self._outputs: frozenset[int] = frozenset()
-        self._holder: weakref.ref[LogitsHolder] | None = None
-        self._pending_shift = False
+        self._holders: tuple[weakref.ref[LogitsHolder], ...] = ()
         model.count_engine(+1)
         self._free = weakref.finalize(self, _free_context, self._ctx, model)
 
@@ -83,7 +82,7 @@ class Engine:
         params.n_ctx = memory.cells_for(s.n_ctx)
         # One micro-batch a decode: a call that fails leaves nothing of itself behind (llama-context.cpp, decode).
         params.n_batch = params.n_ubatch = min(s.n_batch, params.n_ctx)
-        params.n_seq_max = s.n_sequences
+        params.n_seq_max = self._num_sequences
         params.n_outputs_max = self.max_outputs
         params.n_threads = params.n_threads_batch = s.threads
         params.flash_attn_type = 1 if s.flash_attention else 0
@@ -127,34 +126,54 @@ class Engine:
         """Sequence ids for one more session: its live sequence, then its archives."""
         with self.lock:
             self._check_open()
-            count = 1 + self.settings.n_archives
+            count = 1 + self._num_archives
             if len(self._free_sequences) < count:
                 raise UsageError(
-                    f"this engine was opened for {self.settings.n_sessions} session(s); open it with more n_sessions"
+                    f"this engine was opened for {self.settings.n_sessions} sessions and forks, and all are in use; "
+                    "close one, or open it with more n_sessions"
                 )
             taken, self._free_sequences = self._free_sequences[:count], self._free_sequences[count:]
             return taken
 
     def give_back(self, sequences: Iterable[int], num_cells: int) -> None:
-        """Empty these sequences, which held ``num_cells`` cells, and take them back."""
+        """Empty these sequences, of whose cells ``num_cells`` are free then, and take them back."""
         with self.lock:
             if self.closed:
                 return
             for seq in sequences:
-                self._remove(seq, 0, _MAX_POS)
+                self._cells.clear(seq)
                 self._free_sequences.append(seq)
-            self.cells_used -= num_cells
+            self._cells.used -= num_cells
 
     # -- decode -------------------------------------------------------------------------------------------------
 
     @property
-    def cells_free(self) -> int:
-        return self.num_cells - self.cells_used
+    def cells_used(self) -> int:
+        """Cells that hold a token, each counted once however many sessions share it."""
+        return self._cells.used
 
-    def decode(self, chunks: Sequence[Chunk], holder: LogitsHolder | None = None) -> list[int]:
+    @property
+    def cells_free(self) -> int:
+        return self._cells.free
+
+    @property
+    def cells_scanned(self) -> int:
+        """About how many cells decode goes over: the most that were in use at once since the engine was opened or
+        compacted, in steps of 256 (llama-kv-cache.cpp, get_n_kv).
+
+        Too high where the last cells were dropped, as after a rewind.
+        """
+        return _padded(self._cells.peak)
+
+    @property
+    def compact_saves(self) -> int:
+        """How many cells fewer that would be after :meth:`compact`; 0 where it would not pay."""
+        return self.cells_scanned - _padded(self._cells.used)
+
+    def decode(self, chunks: Sequence[Chunk], holders: Sequence[LogitsHolder] = ()) -> list[int]:
         """Read chunks of several sequences in one batch; returns the batch index of each chunk's last token.
 
-        ``holder`` is told to keep its logits before a later decode overwrites them. Raises ContextFull when no cell
+        ``holders`` are told to keep their logits before a later decode overwrites them. Raises ContextFull when no cell
         is free (nothing changed), DecodeFailed when llama.cpp failed (the chunks were taken out again), UsageError
         for a batch llama.cpp would refuse.
 
@@ -166,7 +185,7 @@ class Engine:
             self._check_open()
             self._check_chunks(chunks)
             ends = self._batch.fill(chunks)
-            self._run([CellRun(c.seq, c.pos, c.pos + len(c.tokens)) for c in chunks], holder)
+            self._run([CellRun(c.seq, c.pos, c.pos + len(c.tokens)) for c in chunks], holders)
             return ends
 
     def decode_one(self, seq: int, pos: int, token: int, holder: LogitsHolder) -> None:
@@ -179,24 +198,27 @@ class Engine:
             self._check_open()
             self._check_place(seq, pos, 1)
             self._batch.fill_one(seq, pos, self.model.check_token(token))
-            self._run((CellRun(seq, pos, pos + 1),), holder)
+            self._run((CellRun(seq, pos, pos + 1),), (holder,))
 
-    def _run(self, runs: Sequence[CellRun], holder: LogitsHolder | None) -> None:
+    def _run(self, runs: Sequence[CellRun], holders: Sequence[LogitsHolder]) -> None:
         """Decode the batch as it is filled, into cells at these places."""
-        previous = self._holder() if self._holder is not None else None
-        if previous is not None and previous is not holder:
-            previous.keep_logits()
-        self._holder, self._outputs = None, frozenset()
+        self._keep_logits(holders)
         code = lib.llama_decode(self._ctx, self._batch.native)
-        self._pending_shift = False
+        self._cells.pending_shift = False
         if code:
             self._take_back(runs, code)
-        for seq, p0, p1 in runs:
-            self.cells_used += p1 - p0
-            if self._windowed:
-                self._copy(seq, KEEPER, p0, p1)
+        for run in runs:
+            self._cells.taken(run)
         self._outputs = self._batch.outputs
-        self._holder = weakref.ref(holder) if holder is not None else None
+        self._holders = tuple(map(weakref.ref, holders))
+
+    def _keep_logits(self, but: Sequence[LogitsHolder]) -> None:
+        """The logits are about to be overwritten: those who still need theirs copy them."""
+        for ref in self._holders:
+            holder = ref()
+            if holder is not None and holder not in but:
+                holder.keep_logits()
+        self._holders, self._outputs = (), frozenset()
 
     def _check_chunks(self, chunks: Sequence[Chunk]) -> None:
         total = sum(len(c.tokens) for c in chunks)
@@ -214,9 +236,8 @@ class Engine:
 
     def _check_place(self, seq: int, pos: int, count: int) -> None:
         """llama.cpp takes tokens only right behind the last position their sequence holds."""
-        self._check_seq(seq)
-        newest = lib.llama_memory_seq_pos_max(self._memory, seq)
-        if (newest >= 0 and pos != newest + 1) or not 0 <= pos < _MAX_POS - count:
+        newest = self._cells.last_position(seq)
+        if (newest >= 0 and pos != newest + 1) or not 0 <= pos < MAX_POS - count:
             raise UsageError(f"sequence {seq} continues at position {newest + 1}, not at {pos}")
 
     def _take_back(self, runs: Sequence[CellRun], code: int) -> None:
@@ -224,8 +245,8 @@ class Engine:
             wanted = sum(p1 - p0 for _, p0, p1 in runs)
             raise ContextFull(f"{wanted} tokens need as many cells and llama.cpp has none free")
         if self.model.capabilities.rewind:  # else a state: what it took in cannot be taken out again
-            for seq, p0, _ in runs:
-                self._remove(seq, p0, _MAX_POS)
+            for run in runs:
+                self._cells.remove(run)
         raise DecodeFailed(f"llama_decode returned {code}: {_llama.last_messages() or 'no reason given'}")
 
     # -- logits -------------------------------------------------------------------------------------------------
@@ -257,152 +278,98 @@ class Engine:
 
     def apply(self, steps: Iterable[Step]) -> None:
         """Carry out the steps of a plan in order. Each is checked before llama.cpp sees it."""
-        with self.lock:
-            self._check_open()
+        with self._open_cells() as cells:
             for step in steps:
-                self._apply_step(step)
+                self._apply_step(cells, step)
 
-    def _apply_step(self, step: Step) -> None:
+    def _apply_step(self, cells: Cells, step: Step) -> None:
         if isinstance(step, Drop):
-            self.drop(step.seq, step.p0, step.p1)
+            cells.drop(CellRun(step.seq, step.p0, step.p1), step.kept)
         elif isinstance(step, Shift):
-            self.shift(step.seq, step.p0, step.p1, step.delta)
+            cells.shift(step.seq, step.p0, step.p1, step.delta)
+        elif isinstance(step, Own):
+            self.settle()
+            cells.own(CellRun(step.seq, step.p0, step.p1))
         else:
-            self.move(step)
+            cells.move(step)
 
     def drop(self, seq: int, p0: int, p1: int) -> None:
-        """Free the cells of one sequence at positions [p0, p1); all of them must be held."""
-        with self.lock:
-            self._remove(seq, p0, p1)
-            self.cells_used -= p1 - p0
+        """Free the cells of one sequence at positions [p0, p1); all of them must be held, and by nobody else."""
+        self.apply([Drop(seq, p0, p1)])
 
-    def move(self, step: Move) -> None:
-        """Hand cells from one sequence to another, shifted on the way in scratch, where nothing can collide.
+    def share(self, runs: Iterable[CellRun], dst: int) -> None:
+        """A second sequence holds these cells, too."""
+        with self._open_cells() as cells:
+            for run in runs:
+                cells.share(run, dst)
 
-        Raises MaskUnsupported where llama.cpp would answer yes and keep the text (recurrent, hybrid), or abort.
+    def replace(self, src: int, dst: int) -> None:
+        """Sequence ``dst`` becomes what ``src`` is, recurrent state and all, and what it held is dropped.
+
+        The two share cells from then on; what was dropped is not counted as free, see :meth:`clear`.
         """
-        with self.lock:
-            if not self.model.capabilities.mask:
-                raise MaskUnsupported(self.model.capabilities.mask.reason)
-            self._check_range(step.src, step.p0, step.p1)
-            self._check_seq(step.dst)
-            if not step.delta:
-                self._copy(step.src, step.dst, step.p0, step.p1)
-                self._leave(step.src, step.p0, step.p1)
-                return
-            self._check_shift(step.p0, step.p1, step.delta)
-            self._copy(step.src, SCRATCH, step.p0, step.p1)
-            self._leave(step.src, step.p0, step.p1)
-            self.shift(SCRATCH, step.p0, step.p1, step.delta)
-            p0, p1 = step.p0 + step.delta, step.p1 + step.delta
-            self._copy(SCRATCH, step.dst, p0, p1)
-            self._leave(SCRATCH, p0, p1)
+        with self._open_cells() as cells:
+            cells.replace(src, dst)
 
-    def shift(self, seq: int, p0: int, p1: int, delta: int) -> None:
-        """Add ``delta`` to positions [p0, p1) of ``seq``; K is rotated at the next decode, over the whole cache.
-
-        Raises MaskUnsupported where llama.cpp cannot shift: it would abort, or rescale every K row.
-        """
-        with self.lock:
-            self._check_range(seq, p0, p1)
-            self._check_shift(p0, p1, delta)
-            lib.llama_memory_seq_add(self._memory, seq, p0, p1, delta)
-            self._pending_shift = True
-
-    def _copy(self, src: int, dst: int, p0: int, p1: int) -> None:
-        lib.llama_memory_seq_cp(self._memory, src, dst, p0, p1)
-
-    def _leave(self, seq: int, p0: int, p1: int) -> None:
-        """Take cells out of a sequence while another one still holds them."""
-        self._check_range(seq, p0, p1)
-        if not lib.llama_memory_seq_rm(self._memory, seq, p0, p1):
-            raise DecodeFailed(f"llama.cpp refused to remove positions [{p0}, {p1}) of sequence {seq}")
-
-    def _remove(self, seq: int, p0: int, p1: int) -> None:
-        """Take cells out of a sequence for good, and out of the keeper too.
-
-        The keeper holds cells of all sequences, so others at the same positions are put back into it.
-        """
-        self._leave(seq, p0, p1)
-        if not self._windowed:
-            return
-        self._leave(KEEPER, p0, p1)
-        for other in range(NUM_RESERVED, self.settings.n_sequences):
-            self._copy(other, KEEPER, p0, p1)
-
-    def _check_seq(self, seq: int) -> None:
-        if not 0 <= seq < self.settings.n_sequences:
-            raise UsageError(f"sequence {seq} is none of this engine's [0, {self.settings.n_sequences})")
-
-    def _check_shift(self, p0: int, p1: int, delta: int) -> None:
-        if not self.can_shift:
-            raise MaskUnsupported(self.close_gaps.reason)
-        if p0 + delta < 0 or p1 + delta > _MAX_POS:
-            raise UsageError(f"a shift by {delta} moves [{p0}, {p1}) out of the range of positions")
-
-    def _check_range(self, seq: int, p0: int, p1: int) -> None:
-        self._check_open()
-        self._check_seq(seq)
-        if not 0 <= p0 < p1 <= _MAX_POS:
-            raise UsageError(f"[{p0}, {p1}) is no range of positions")
-
-    # -- looking ------------------------------------------------------------------------------------------------
+    def clear(self, seq: int, num_cells: int) -> None:
+        """Empty a sequence, of whose cells ``num_cells`` are free then. Works for every kind of memory."""
+        with self._open_cells() as cells:
+            cells.clear(seq)
+            cells.used -= num_cells
 
     def settle(self) -> None:
         """Have pending shifts applied: state read before that is corrupt (llama.cpp applies them in llama_decode).
 
         One token is decoded in scratch and removed. With no cell free the decode is refused, after it has shifted.
         """
-        with self.lock:
-            self._check_open()
-            if not self._pending_shift:
+        with self._open_cells() as cells:
+            if not cells.pending_shift:
                 return
-            token = np.zeros(1, np.int32)
             try:
-                self.decode([Chunk(SCRATCH, 0, token, "none")])
+                self.decode([Chunk(SCRATCH, 0, np.zeros(1, np.int32), "none")])
             except ContextFull:
-                self._pending_shift = False
+                cells.pending_shift = False
                 return
-            self.drop(SCRATCH, 0, 1)
+            cells.drop(CellRun(SCRATCH, 0, 1))
+
+    def compact(self) -> None:
+        """Put the cells in use in a row, so that decode scans no others. Positions and sequences stay.
+
+        Raises TooLarge when free RAM does not hold a copy of what they hold, before anything is touched.
+        """
+        with self._open_cells() as cells:
+            self.settle()
+            size, free = self.model.kv_bytes_per_token(self.settings.kv_type) * cells.used, memory.free_ram()
+            if size > free:
+                raise TooLarge(f"compacting copies {size / 1e6:,.0f} MB of cells and {free / 1e6:,.0f} MB are free")
+            self._keep_logits(())
+            try:
+                cells.repack()
+            except AuditFailed as err:
+                self.lost = str(err)
+                raise
 
     def last_position(self, seq: int) -> int:
         """The highest position a sequence holds, -1 when it is empty."""
-        with self.lock:
-            self._check_open()
-            self._check_seq(seq)
-            return int(lib.llama_memory_seq_pos_max(self._memory, seq))
+        with self._open_cells() as cells:
+            return cells.last_position(seq)
 
     def positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
-        """The positions llama.cpp really holds in a sequence, sorted, one int32 array a cache.
-
-        Read from state blobs, as llama.cpp has no call for it: K and V are copied too, so this is for checks. A
-        sliding-window model has two caches, and a blob leaves out what lies outside the window of its sequence: so
-        the second is read in slices, each copied to scratch, where it is the window.
-        """
-        with self.lock:
-            self._check_seq(seq)
+        """The positions llama.cpp really holds in a sequence; see :meth:`Cells.positions`."""
+        with self._open_cells() as cells:
+            cells.check_seq(seq)
             self.settle()
-            caches = self._blob_positions(seq)
-            if len(caches) < 2 or seq == SCRATCH:
-                return caches
-            width = max(1, self.model.n_swa // 2)
-            slices = [self._slice_positions(seq, int(i) * width, width) for i in np.unique(caches[0] // width)]
-            return [caches[0], np.concatenate(slices) if slices else caches[1]]
+            return cells.positions(seq)
 
-    def _slice_positions(self, seq: int, p0: int, width: int) -> npt.NDArray[np.int32]:
-        self._copy(seq, SCRATCH, p0, p0 + width)
-        try:
-            return self._blob_positions(SCRATCH)[1]
-        finally:
-            self._leave(SCRATCH, p0, p0 + width)
+    @contextlib.contextmanager
+    def _open_cells(self) -> Iterator[Cells]:
+        with self.lock:
+            self._check_open()
+            yield self._cells
 
-    def _blob_positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
-        size = lib.llama_state_seq_get_size(self.ctx, seq)
-        buffer = np.empty(max(1, size), np.uint8)
-        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if lib.llama_state_seq_get_data(self._ctx, pointer, size, seq) != size:
-            raise AuditFailed(f"llama.cpp did not give the state of sequence {seq}")
-        return state_blob.positions(buffer.data[:size], cell_extra=12 if self.model.has_mrope else 0)
+
+def _padded(num_cells: int) -> int:
+    return -(-num_cells // 256) * 256
 
 
 def _free_context(ctx: Any, model: Model) -> None:

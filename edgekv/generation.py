@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 from ._llama import uninterrupted
@@ -51,7 +52,7 @@ class Generation:
         self.seed: int | None = None
         self.start_index = -1
         self._first_token_at = self._started_at = self._ended_at = 0.0
-        self._host = host
+        self.host = host
         self._sampler: Sampler | None = None
         self._stream: TextStream = host.model.text_stream()
         self._text = ""
@@ -108,7 +109,7 @@ class Generation:
 
     def close(self) -> None:
         """End it where it is; what was generated stays in the session."""
-        with self._host.lock, uninterrupted():
+        with self.host.lock, uninterrupted():
             if not self.finished:
                 self._end("closed")
 
@@ -117,13 +118,26 @@ class Generation:
 
     def __next__(self) -> str:
         while True:
-            with self._host.lock:  # a verb of another thread may have ended it since the last step
+            with self.host.lock:  # a verb of another thread may have ended it since the last step
                 if not self.finished:
                     self._try_step()
-                if piece := self._release():
+                if piece := self.release():
                     return piece
                 if self.finished:
                     raise StopIteration
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        """The same pieces for ``async for``; each is made in a worker thread, so the event loop goes on meanwhile.
+
+        A task that is cancelled leaves the generation where it is, as a loop that breaks does.
+        """
+        return self
+
+    async def __anext__(self) -> str:
+        piece = await asyncio.to_thread(next, self, None)
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
 
     def __repr__(self) -> str:
         return f"<Generation {len(self.tokens)} tokens, {self.finish_reason or 'open'}>"
@@ -135,29 +149,41 @@ class Generation:
             with uninterrupted():  # a token is in the cache and in the text, or in neither
                 self._step()
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
 
     def _step(self) -> None:
         """One token: sample, read it into the cache, look for an end."""
+        if (token := self.draw()) is not None:
+            self.host.read(token)
+            self.take(token)
+
+    def draw(self) -> int | None:
+        """Sample the next token, which the caller reads and has taken; None where it ends instead."""
         if self._sampler is None:
             self._start()
         assert self._sampler is not None
-        if not self._host.open:
-            return self._end("closed")
-        if len(self.tokens) >= self.request.max_tokens:
-            return self._end("length")
-        token = self._host.sample(self._sampler)
+        if not self.host.open or len(self.tokens) >= self.request.max_tokens:
+            self._end("length" if self.host.open else "closed")
+            return None
+        token = self.host.sample(self._sampler)
         self._first_token_at = self._first_token_at or time.perf_counter()
-        if self._host.model.is_end(token):
-            return self._end("end")
-        self._host.read(token)
-        self._take(token)
+        if self.host.model.is_end(token):
+            self._end("end")
+            return None
+        return token
+
+    def take(self, token: int) -> None:
+        """A token that was drawn and read: its text is part of what was said, unless a stop string begins in it."""
+        self.tokens.append(token)
+        self._text += self._stream.feed(token)
+        self._marks.append(-1 if self._stream.pending else len(self._text))
         if (at := self._find_stop()) is not None:
             self._cut(at)
             self._end("stop")
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Something failed: it ends here and keeps what was said."""
         with uninterrupted():
             if self.started:
                 self.close()
@@ -166,22 +192,17 @@ class Generation:
 
     def _start(self) -> None:
         self._started_at = time.perf_counter()
-        self._sampler, self.start_index = self._host.begin(self.request.sampling)
+        self._sampler, self.start_index = self.host.begin(self.request.sampling)
         self.seed = self._sampler.seed
-
-    def _take(self, token: int) -> None:
-        self.tokens.append(token)
-        self._text += self._stream.feed(token)
-        self._marks.append(-1 if self._stream.pending else len(self._text))
 
     def _end(self, reason: str) -> None:
         self._ended_at = time.perf_counter()
         self._text += self._stream.finish() if reason != "stop" else ""
         self.finish_reason = reason
         if self._sampler is None:  # closed before it began: nothing was sampled, an empty span marks the place
-            self._sampler, self.start_index = self._host.begin(self.request.sampling)
+            self._sampler, self.start_index = self.host.begin(self.request.sampling)
         self._sampler.close()
-        self._span, self._turn = self._host.end(self.request.name, self.request.role, self.start_index)
+        self._span, self._turn = self.host.end(self.request.name, self.request.role, self.start_index)
 
     def _find_stop(self) -> int | None:
         """Where the first stop string begins in the text not yet shown."""
@@ -195,12 +216,12 @@ class Generation:
         """
         keep = max((i + 1 for i, mark in enumerate(self._marks) if 0 <= mark <= at), default=0)
         done = self._marks[keep - 1] if keep else 0
-        again = self._host.shorten(self.start_index + keep, self._text[done:at])
+        again = self.host.shorten(self.start_index + keep, self._text[done:at])
         self._text = self._text[:at]
         if again is not None:
             self.tokens = self.tokens[:keep] + again
 
-    def _release(self) -> str:
+    def release(self) -> str:
         """Text that may be shown: all but what may still become a stop string."""
         safe = len(self._text) - (0 if self.finished else held_back(self._text[self._shown :], self.request.stop))
         piece, self._shown = self._text[self._shown : safe], max(safe, self._shown)

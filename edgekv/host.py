@@ -7,9 +7,12 @@ from typing import Final
 
 import numpy as np
 
+from .batch import Chunk
 from .columns import State
+from .engine import Engine
 from .errors import ClosedError
 from .model import Model
+from .next_logits import NextLogits
 from .sampling import Sampler, Sampling
 from .spans import Span
 from .tally import Turn
@@ -24,16 +27,19 @@ class Host:
     def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
         self._ledger = transcript.ledger
+        self._reader = transcript.reader
+        self._record = transcript.record
+        self.engine: Final[Engine] = transcript.engine
         self.model: Final[Model] = transcript.engine.model
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        return self._transcript.engine.lock
+        return self.engine.lock
 
     @property
     def open(self) -> bool:
         """Whether the session can go on."""
-        return not (self._transcript.released or self._transcript.broken or self._transcript.engine.closed)
+        return not (self._record.released or self._record.broken or self.engine.lost or self.engine.closed)
 
     def begin(self, sampling: Sampling) -> tuple[Sampler, int]:
         """A sampler whose penalties count what is visible now, and the index generated tokens begin at."""
@@ -41,18 +47,36 @@ class Host:
             raise ClosedError("the session was closed; open a new one")
         if self._ledger.blank and self.model.bos is not None:
             bos = np.asarray([self.model.bos], np.int32)
-            self._transcript.read(bos, lambda read: self._transcript.spans.add(Span(BOS_NAME, *read, "control")))
+            self._reader.read(bos, lambda read: self._transcript.spans.add(Span(BOS_NAME, *read, "control")))
         visible, masked = self._ledger.count(State.VISIBLE), self._ledger.count(State.MASKED)
-        self._transcript.tally.begin_generation(visible, masked)
+        self._record.tally.begin_generation(visible, masked)
         return Sampler(self.model, sampling, self._ledger.visible_tokens), len(self._ledger)
 
     def sample(self, sampler: Sampler) -> int:
         """Draw the next token."""
-        return self._transcript.sample(sampler)
+        return self._reader.sample(sampler)
+
+    @property
+    def sequence(self) -> int:
+        """The sequence it reads into."""
+        return self._record.live
+
+    @property
+    def holder(self) -> NextLogits:
+        """Who keeps the logits of what is read."""
+        return self._record.next
+
+    def chunk(self, token: int) -> Chunk:
+        """A sampled token as a part of a batch; :meth:`was_read` follows."""
+        return Chunk(self._record.live, self._ledger.cursor, np.asarray([token], np.int32))
+
+    def was_read(self, token: int, row: int) -> int:
+        """The token was read in a batch, its logits are at index ``row``; returns its index."""
+        return self._reader.was_read(token, self._ledger.cursor, row)
 
     def read(self, token: int) -> int:
         """Read a sampled token into the cache; returns its index."""
-        return self._transcript.read_one(token)
+        return self._reader.read_one(token)
 
     def shorten(self, index: int, text: str) -> list[int] | None:
         """Rewind to ``index`` and read ``text`` there, the part of a token before a stop string.
@@ -62,14 +86,14 @@ class Host:
         if not self.model.capabilities.rewind:
             return None
         if index < len(self._ledger):
-            self._transcript.edit("rewind", self._ledger.plan_rewind(index))
+            self._transcript.shorten(self._ledger.places.row(index))
         tokens = self.model.tokenize(text)
         if len(tokens):
-            self._transcript.read(tokens, lambda read: read)
+            self._reader.read(tokens, lambda read: read)
         return [int(t) for t in tokens]
 
     def end(self, name: str | None, role: str, start: int) -> tuple[Span, Turn]:
         """Register what was generated from index ``start`` on as a span."""
         spans, stop = self._transcript.spans, len(self._ledger)
         span = spans.add(Span(name or spans.free_name(role or "text"), min(start, stop), stop, role))
-        return span, self._transcript.tally.end_generation()
+        return span, self._record.tally.end_generation()

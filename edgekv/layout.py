@@ -1,12 +1,17 @@
 """The layout of positions, and the steps that bring cells there.
 
-The members of a layout are the visible tokens and the masked ones whose place is reserved (``gap="keep"``). They
-stand at consecutive positions in index order, and the last visible one stays where it is: so the suffix and the
+The members of a layout are the visible tokens and the hidden ones whose place is reserved (``gap="keep"``). They
+stand at consecutive positions in reading order, and the last visible one stays where it is: so the suffix and the
 cursor keep still and earlier tokens move up. Hidden tokens behind the last visible one reserve nothing: masking the
 tail moves the cursor back, which equals a restart.
+
+As earlier tokens only move up, positions grow with every token ever read. RoPE turns by angles that grow with them,
+in float32: so where the last position passes ``REBASE_AT``, the layout begins at 0 again.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +21,15 @@ from .steps import Move, Shift, Step
 
 Positions = npt.NDArray[np.int32]
 
+REBASE_AT: Final = 1 << 16
 
-def wanted_positions(columns: Columns, anchors: Flags) -> Positions:
+
+def wanted_positions(columns: Columns, anchors: Flags, *, rebase: bool = True) -> Positions:
     """int32 (n,): the position wanted for every member, others as they are.
 
     The last of the ``anchors`` (visible tokens that stay) keeps its position; without any, the first visible token
-    does. Where the first member would fall below 0, everything moves up.
+    does. Where the first member would fall below 0, everything moves up; ``rebase``: where the last one would pass
+    ``REBASE_AT``, everything moves down.
     """
     wanted = columns.pos.copy()
     members = np.flatnonzero(columns.visible | columns.reserved)
@@ -30,6 +38,8 @@ def wanted_positions(columns: Columns, anchors: Flags) -> Positions:
     if rank < 0:
         return wanted
     start = max(0, int(columns.pos[members[rank]]) - rank)
+    if rebase and start + len(members) > REBASE_AT:
+        start = 0
     wanted[members] = start + np.arange(len(members), dtype=np.int32)
     return wanted
 
@@ -48,7 +58,7 @@ def shift_steps(live: int, staying: Flags, pos: Positions, wanted: Positions) ->
 
 
 def return_steps(live: int, coming: Flags, source: Columns, wanted: Positions) -> list[Step]:
-    """Bring hidden cells from their archives to the places wanted for them."""
+    """Bring cells from where they wait to the places wanted for them."""
     delta = wanted - source.pos
     return [
         Move(int(source.seq[i[0]]), live, int(source.pos[i[0]]), int(source.pos[i[0]]) + len(i), int(delta[i[0]]))

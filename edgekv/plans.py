@@ -1,4 +1,4 @@
-"""Edits as data: what the ledger works out, the engine carries out, and the ledger then commits."""
+"""Edits as data: what the planner works out, the engine carries out, and the ledger then commits."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .columns import Columns
+from .columns import CellRun, Columns
 from .history import View
+from .shares import PRIVATE
 from .spans import Range
-from .steps import Drop, Step
+from .steps import Drop, Own, Shift, Step
 
 
 @dataclass(frozen=True)
 class Original:
     """The first reading of a token that was read again under a mask, kept so that unmask is exact.
 
-    ``seq`` and ``pos`` say where its cell waits, ``hidden`` what it could not see.
+    ``seq`` and ``pos`` say where its cell waits, ``hidden`` what it could not see; ``cell`` as in Columns.
     """
 
-    index: int
+    row: int
     seq: int
     pos: int
     hidden: View
-
-    @property
-    def drop(self) -> Drop:
-        return Drop(self.seq, self.pos, self.pos + 1)
+    cell: int = PRIVATE
 
 
 @dataclass(frozen=True)
 class Plan:
     """An edit worked out: native ``steps`` in order, and the ledger ``after`` them.
 
-    edited: the index ranges whose state changes. restored: tokens whose first reading comes back. gap: "close",
+    edited: the ranges of rows whose state changes. restored: tokens whose first reading comes back. gap: "close",
     "keep" or "tail" for an edit that hides tokens.
     """
 
@@ -46,36 +44,84 @@ class Plan:
     gap: str = ""
 
     @property
-    def num_edited(self) -> int:
-        return sum(stop - start for start, stop in self.edited)
-
-    @property
     def num_moved(self) -> int:
         """Tokens whose position changes."""
-        return sum(s.p1 - s.p0 for s in self.steps if not isinstance(s, Drop) and s.delta)
+        return sum(s.p1 - s.p0 for s in self.steps if not isinstance(s, (Drop, Own)) and s.delta)
 
     @property
     def num_freed(self) -> int:
-        return sum(s.p1 - s.p0 for s in self.steps if isinstance(s, Drop))
+        return sum(s.num_freed for s in self.steps if isinstance(s, Drop))
+
+    @property
+    def num_copied(self) -> int:
+        """Cells it takes to leave those of other sessions alone."""
+        return num_copied(self.steps)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a recompute: tokens to read again at ``pos``, or, with ``keep``, cells that are right as they are.
+    ``back`` brings the old cells back."""
+
+    tokens: npt.NDArray[np.int32]
+    pos: int
+    back: tuple[Step, ...]
+    keep: bool = False
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """A plan to read visible tokens again: their cells go aside, the ``tokens`` are decoded from ``pos`` on, then
-    ``plan`` drops what went aside. ``away`` comes first, ``undo`` brings the cells back should a decode fail."""
+    """A plan to read visible tokens again: their cells go ``away``, the parts are read in order, and ``plan`` drops
+    what is left aside. read: the ranges of rows that are read."""
 
     away: tuple[Step, ...]
-    undo: tuple[Step, ...]
+    parts: tuple[Part, ...]
     plan: Plan
-    tokens: npt.NDArray[np.int32]
-    pos: int
+    read: tuple[Range, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(stop - start for start, stop in self.read)
 
 
 @dataclass(frozen=True)
 class Reread:
-    """A plan to read token ``index`` again at position ``pos``; ``undo`` brings its cell back should that fail."""
+    """A plan to read the token at ``row`` again at position ``pos``; ``undo`` brings its cell back should that
+    fail."""
 
     plan: Plan
-    index: int
+    row: int
     pos: int
     undo: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A plan to read tokens aside, seeing the cells ``seen``, and to bring them into the text at ``row``.
+
+    opened: whether rows are to be made for them; else they are there, without cells. close_up: shifts that bring
+    copies of the seen cells together first. hidden: what the tokens do not see. alone: whether that is on purpose.
+    """
+
+    row: int
+    tokens: npt.NDArray[np.int32]
+    pos: int
+    seen: tuple[CellRun, ...]
+    close_up: tuple[Shift, ...]
+    plan: Plan
+    hidden: View
+    opened: bool
+    alone: bool
+
+    @property
+    def stop(self) -> int:
+        return self.row + len(self.tokens)
+
+    @property
+    def num_cells(self) -> int:
+        """Free cells it takes while it goes on."""
+        return len(self.tokens) + sum(s.p1 - s.p0 for s in self.close_up) + self.plan.num_copied
+
+
+def num_copied(steps: tuple[Step, ...]) -> int:
+    return sum(s.p1 - s.p0 for s in steps if isinstance(s, Own))

@@ -19,13 +19,14 @@ import numpy as np
 from . import memory
 from .errors import ContextFull, UsageError
 from .ledger import Ledger
+from .planner import Planner
 from .receipts import Timings, count
 from .spans import Span, SpanTable
 
 if TYPE_CHECKING:
     from .model import Model, TokenArray
+    from .reader import Progress
     from .session import Session
-    from .transcript import Progress
 
 QUESTION: Final = "question"
 ANSWER: Final = "answer"
@@ -166,7 +167,7 @@ class Prompt:
             start, stop = ledger.append(part.tokens, ledger.cursor)
             spans.add(Span(part.name, start, stop, part.role))
         if masks:
-            ledger.plan_mask(spans.resolve(list(masks)), gap if can_shift else "keep", force=force)
+            Planner(ledger).mask(spans.resolve(list(masks)), gap if can_shift else "keep", force=force)
 
 
 def compose(model: Model, write: Writer, parts: Iterable[Part], question: str | None) -> Prompt:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .spans import Range
+from .spans import Range, Span
 
 
 @dataclass(frozen=True)
 class Receipt:
     """What an edit did and what it cost.
 
-    verb: mask, unmask, evict, rewind, recompute. ranges: index ranges it changed. tokens: how many. ms: wall time in
-    milliseconds.
+    verb: mask, unmask, evict, rewind, insert, replace, recompute, compact, undo. ranges: index ranges it changed.
+    tokens: how many. ms: wall time in milliseconds.
     gap: "close", "keep", or "tail" when nothing visible stood behind (the cursor moved back instead).
-    moved: tokens whose position changed. freed: cells given back.
-    influenced: visible tokens computed while the edited ones were visible, directly or through others.
+    moved: tokens whose position changed. freed: cells given back. copied: cells copied, as a fork holds them too.
+    influenced: visible tokens computed while tokens now hidden were visible, directly or through others.
+    unaware: visible tokens behind tokens now shown that were computed without them.
     prefilled: tokens read by the edit itself. reread: tokens that will be read again before the next one is sampled.
     reused: visible tokens behind the edit whose K/V was kept, which a restart would have read again.
-    masked: tokens masked in the whole session afterwards. notes: what the user should know.
+    masked: tokens masked in the whole session afterwards. span: the new text's. undone: the verb that was undone.
+    notes: what the user should know.
     """
 
     verb: str
@@ -29,20 +31,25 @@ class Receipt:
     gap: str = ""
     moved: int = 0
     freed: int = 0
+    copied: int = 0
     influenced: int = 0
+    unaware: int = 0
     prefilled: int = 0
     reread: int = 0
     reused: int = 0
     masked: int = 0
+    span: Span | None = None
+    undone: str = ""
     notes: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
-        """Whether the session is what it would be had the hidden tokens never been read.
+        """Whether the edit left the session as it would be had the hidden tokens never been read, and the shown ones
+        been there from the start.
 
         Not behind a kept gap: tokens stand further apart there than in a restart.
         """
-        return self.influenced == 0 and self.gap != "keep"
+        return self.influenced == 0 and self.unaware == 0 and self.gap != "keep"
 
     def then(self, recomputed: Receipt) -> Receipt:
         """This edit and the reading that followed it, as one."""
@@ -51,6 +58,7 @@ class Receipt:
             ms=self.ms + recomputed.ms,
             gap="close" if self.gap == "keep" else self.gap,  # reading again closes gaps
             influenced=0,
+            unaware=0,
             prefilled=self.prefilled + recomputed.prefilled,
             reread=recomputed.reread,
             reused=0,
@@ -58,17 +66,32 @@ class Receipt:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "exact": self.exact}
+        span = None if self.span is None else {**asdict(self.span), "tags": sorted(self.span.tags)}
+        return {**asdict(self), "span": span, "exact": self.exact}
 
     def __str__(self) -> str:
-        return " · ".join([f"{_PAST[self.verb]} {count(self.tokens, 'token')} in {_ms(self.ms)}", *self._details()])
+        return " · ".join([f"{self._did()} in {_ms(self.ms)}", *self._details()])
+
+    def _did(self) -> str:
+        if self.verb == "replace" and self.span is not None:
+            return f"replaced {count(self.tokens, 'token')} by {len(self.span):,}"
+        noun = "cell" if self.verb == "compact" else "token"
+        undone = f" the {self.undone} of" if self.undone else ""
+        return f"{_PAST[self.verb]}{undone} {count(self.tokens, noun)}"
 
     def _details(self) -> list[str]:
         said = {"close": "gap closed", "keep": "gap kept", "tail": "cursor moved back"}
         details = [said[self.gap]] if self.gap else []
-        if self.verb in ("mask", "evict"):
+        if self.verb in ("mask", "evict", "replace") or self.influenced:
             details.append(self._influence())
+        if self.unaware:
+            were = "visible token behind was" if self.unaware == 1 else "visible tokens behind were"
+            what = "the new text" if self.span is not None else "it"
+            details.append(f"{self.unaware:,} {were} computed without {what}")
+        if self.verb == "undo" and self.prefilled:
+            details.append(f"{count(self.prefilled, 'token')} read")
         details += [f"{count(self.freed, 'cell')} freed"] if self.freed else []
+        details += [f"{count(self.copied, 'cell')} copied, as a fork holds them too"] if self.copied else []
         return [*details, *self.notes]
 
     def _influence(self) -> str:
@@ -83,7 +106,11 @@ _PAST = {
     "unmask": "unmasked",
     "evict": "evicted",
     "rewind": "dropped",
+    "insert": "inserted",
+    "replace": "replaced",
     "recompute": "read again",
+    "compact": "compacted",
+    "undo": "undid",
     "close": "moved up",
 }
 
@@ -123,7 +150,9 @@ class Timings:
 class Stats:
     """Counts of a session: tokens by state, tokens read and reused since it began, cells and bytes of cache in use.
 
-    reused sums, over all edits, the visible tokens behind the edit that a restart would have read again.
+    reused sums, over all edits, the visible tokens behind the edit that a restart would have read again. cells_used:
+    those this session holds, also together with a fork. cells_scanned: about how many cells of the engine decode goes
+    over. compact_saves: how many fewer it would be after ``compact``; 0 where it would not pay.
     """
 
     visible: int
@@ -136,6 +165,8 @@ class Stats:
     reused: int
     cells_used: int
     cells: int
+    cells_scanned: int
+    compact_saves: int
     kv_bytes_used: int
     cursor: int
 

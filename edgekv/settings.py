@@ -9,9 +9,10 @@ from typing import Final
 from . import memory
 from .errors import UsageError
 
-SCRATCH: Final = 0  # for building things aside
+SCRATCH: Final = 0  # for what the engine builds aside; empty between its calls
 KEEPER: Final = 1  # holds every cell of a sliding-window model, see Engine.decode
-NUM_RESERVED: Final = 2
+ASIDE: Final = 2  # where tokens wait while others are read, and where text for the middle is read
+NUM_RESERVED: Final = 3
 _MAX_SEQUENCES: Final = 256  # llama-cparams.h: LLAMA_MAX_SEQ
 _MAX_THREADS: Final = 512  # ggml.h: GGML_MAX_N_THREADS; far beyond it llama.cpp dies of a stack overflow
 _LOGITS_BUDGET: Final = 32 * memory.MIB
@@ -23,7 +24,8 @@ class Settings:
 
     n_ctx: cells, rounded up to 256. n_batch: tokens a decode call, which is also how long Ctrl-C may wait.
     kv_type: f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use.
-    n_sessions, n_archives: sequences set aside; an archive takes masked spans whose positions do not overlap.
+    n_sessions, n_archives: sequences set aside; sessions and forks share the cells, and an archive takes masked spans
+    whose positions do not overlap.
     """
 
     n_ctx: int = 4096
@@ -31,12 +33,12 @@ class Settings:
     kv_type: str = "f16"
     n_threads: int | None = None
     flash_attention: bool = True
-    n_sessions: int = 1
+    n_sessions: int = 5  # up to 32 sequences cost no memory, see max_outputs
     n_archives: int = 4
 
-    @property
-    def n_sequences(self) -> int:
-        return NUM_RESERVED + self.n_sessions * (1 + self.n_archives)
+    def n_sequences(self, n_archives: int | None = None) -> int:
+        """Sequences of a context whose sessions have so many archives each, by default those set."""
+        return NUM_RESERVED + self.n_sessions * (1 + (self.n_archives if n_archives is None else n_archives))
 
     def check(self) -> None:
         """Raise UsageError, with the remedy, for values llama.cpp would refuse or not survive."""
@@ -45,8 +47,8 @@ class Settings:
             _check_number(name, getattr(self, name), (1 << 31) - 1)
         if self.n_threads is not None:
             _check_number("n_threads", self.n_threads, _MAX_THREADS)
-        if self.n_sequences > _MAX_SEQUENCES:
-            raise UsageError(f"{self.n_sequences} sequences are wanted, llama.cpp has {_MAX_SEQUENCES}")
+        if self.n_sequences() > _MAX_SEQUENCES:
+            raise UsageError(f"{self.n_sequences()} sequences are wanted, llama.cpp has {_MAX_SEQUENCES}")
         if self.kv_type.startswith("q") and not self.flash_attention:
             raise UsageError(f"kv_type {self.kv_type} needs flash attention; use f16 or leave flash attention on")
 
@@ -59,7 +61,7 @@ class Settings:
 
         llama.cpp aborts with fewer rows than sequences, also where a batch is smaller than that.
         """
-        return max(self.n_sequences, min(self.n_batch, max(8, _LOGITS_BUDGET // (4 * n_vocab))))
+        return max(self.n_sequences(), min(self.n_batch, max(8, _LOGITS_BUDGET // (4 * n_vocab))))
 
 
 def _check_number(name: str, value: object, most: int) -> None:

@@ -104,10 +104,24 @@ class SpanTable:
         self._spans[span.name] = span
         return span
 
-    def truncate(self, stop: int) -> None:
-        """Forget what lies at or behind index ``stop``; a span across it is cut there."""
-        kept = (s if s.stop <= stop else replace(s, stop=stop) for s in self._spans.values() if s.start < stop)
-        self._spans = {s.name: s for s in kept}
+    def copy(self) -> SpanTable:
+        other = SpanTable()
+        other._spans, other._counter = dict(self._spans), self._counter
+        return other
+
+    def keep_only(self, kept: npt.NDArray[np.bool_]) -> None:
+        """``kept``, bool (n,), says which indexes are left: a span ends where they do, one without any is gone."""
+        ends = ((s, s.start + _leading(kept[s.start : s.stop])) for s in self._spans.values())
+        left = (replace(s, stop=stop) for s, stop in ends if stop > s.start or (s.start < len(kept) and kept[s.start]))
+        self._spans = {s.name: s for s in left}
+
+    def restore(self, spans: Iterable[Span]) -> None:
+        """Spans of before are back; where a newer one has taken a name, the old one gets another."""
+        for span in spans:
+            now = self._spans.get(span.name)
+            if now is not None and now.start != span.start:
+                span = replace(span, name=self.free_name(span.name))
+            self._spans[span.name] = span
 
     def resolve(self, target: Target) -> list[Range]:
         """The index ranges a target selects, sorted and disjoint.
@@ -152,6 +166,11 @@ class SpanTable:
         if not hints:
             hints = [f"spans: {', '.join(self._spans) or 'none yet'}"]
         return f"nothing is called {text!r}; {'; '.join(hints)}"
+
+
+def _leading(flags: npt.NDArray[np.bool_]) -> int:
+    """How many are True before the first False."""
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def _is_index(value: object) -> bool:

@@ -33,12 +33,30 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Drop:
-    """Remove the cells at positions [p0, p1) from sequence ``seq`` and free them."""
+class Own:
+    """Give sequence ``seq`` copies of its cells at positions [p0, p1), which another session holds too.
+
+    Before a shift: llama.cpp moves a cell for every sequence that holds it.
+    """
 
     seq: int
     p0: int
     p1: int
 
 
-Step: TypeAlias = Shift | Move | Drop
+@dataclass(frozen=True)
+class Drop:
+    """Take the cells at positions [p0, p1) out of sequence ``seq``; all but ``kept`` of them, which other sessions
+    hold as well, are free afterwards."""
+
+    seq: int
+    p0: int
+    p1: int
+    kept: int = 0
+
+    @property
+    def num_freed(self) -> int:
+        return self.p1 - self.p0 - self.kept
+
+
+Step: TypeAlias = Shift | Move | Own | Drop

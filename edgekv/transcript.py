@@ -1,349 +1,324 @@
-"""Transcript: a session's tokens, in the ledger and in llama.cpp's cells. The one place that changes both.
-
-Reading appends; edits are planned by the ledger, carried out by the engine, and committed here. Whatever fails, the
-two say the same afterwards, or the transcript is marked broken with a message that says how to go on.
-"""
+"""Transcript: the edits of a session, each planned first, carried out at once, and accounted for in a receipt."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
-from typing import Final, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ._llama import uninterrupted
-from .batch import Chunk
-from .columns import State
+from .columns import Flags, State
 from .engine import Engine
-from .errors import AuditFailed, MaskUnsupported, NoLogits, SessionBroken
-from .history import View, clip
-from .ledger import Ledger
+from .errors import BadState, ContextFull, MaskUnsupported
+from .journal import Former, Journal
 from .model import TokenArray
-from .next_logits import NextLogits
-from .plans import Plan, Recompute, Reread
-from .receipts import Audit, Receipt
-from .sampling import Sampler
-from .settings import SCRATCH
-from .spans import Range, SpanTable
-from .tally import Tally
+from .plans import Arrival, Plan, Recompute
+from .reader import Reader
+from .receipts import Receipt
+from .record import Record
+from .spans import Range, Span, runs
 
-R = TypeVar("R")
-Progress = Callable[[int, int], None]
+
+@dataclass(frozen=True)
+class Hiding:
+    """How to hide: ``gap`` "close" or "keep", ``force`` attention sinks too, and what the user is told."""
+
+    gap: str
+    force: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class Transcript:
-    """The tokens of one session on ``engine``; callers hold the engine's lock."""
+    """The edits of one session on ``engine``, or of a fork ``of`` another; callers hold the engine's lock.
 
-    def __init__(self, engine: Engine) -> None:
+    ``restarts``: what this model's memory cannot do is done by reading again.
+    """
+
+    def __init__(self, engine: Engine, *, restarts: bool = False, of: Transcript | None = None) -> None:
         self.engine: Final = engine
-        self._sequences = engine.take_sequences()
-        self._live = self._sequences[0]
-        self.ledger: Final = Ledger(self._live, self._sequences[1:], can_shift=engine.can_shift)
-        self.spans: Final = SpanTable()
-        self.tally: Final = Tally()
-        self.broken = ""
-        self.released = False
-        self.reading = False  # while the progress callback may run
-        self._num_decoded = 0  # tokens of the reading under way that have cells
-        self.progress: Progress | None = None
-        self._next = NextLogits(engine)
-        self._original: tuple[int, View, npt.NDArray[np.float32]] | None = None
+        self.restarts: Final[bool] = restarts if of is None else of.restarts
+        self.record: Final[Record] = Record(engine, None if of is None else of.record)
+        self.journal: Final[Journal] = Journal() if of is None else of.journal.copy()
+        self.reader: Final = Reader(self.record)
+        self.ledger: Final = self.record.ledger
+        self.spans: Final = self.record.spans
 
-    def release(self) -> None:
-        """Free the cells and give the sequences back."""
-        self.released = True
-        self.engine.give_back(self._sequences, self.ledger.num_cells)
+    # -- hiding and showing -------------------------------------------------------------------------------------
 
-    # -- reading ------------------------------------------------------------------------------------------------
+    def mask(self, ranges: Sequence[Range], how: Hiding) -> Receipt:
+        return self._edit("mask", self.record.plan.mask(ranges, how.gap, force=how.force), how.notes)
 
-    def read(self, tokens: TokenArray, register: Callable[[Range], R]) -> R:
-        """Decode tokens at the cursor, batch by batch, and record them; all of them or, on any error, none.
+    def evict(self, ranges: Sequence[Range], how: Hiding) -> Receipt:
+        return self._edit("evict", self.record.plan.evict(ranges, how.gap, force=how.force), how.notes)
 
-        ``register`` gets their index range, and runs in the same uninterrupted breath as the ledger's entry.
-        """
-        self.ledger.check_room(len(tokens), self.engine.cells_free)
-        start, length, began = self.ledger.cursor, len(self.ledger), time.perf_counter()
-        with self._reading() as before:
-            try:
-                self._decode_all(start, tokens)
-                with uninterrupted():
-                    read = self.ledger.append(tokens, start)
-                    self.tally.read(len(tokens), time.perf_counter() - began)
-                    return register(read)
-            except BaseException:
-                with uninterrupted():
-                    if len(self.ledger) == length:
-                        self._next = before
-                        self._drop(start, self._num_decoded)
-                raise
+    def unmask(self, ranges: Sequence[Range]) -> Receipt:
+        return self._edit("unmask", self.record.plan.unmask(ranges))
 
-    def recompute(self, start: int | None) -> Receipt:
-        """Read the visible tokens from index ``start`` on again, None for the first one that is not exact."""
-        began = time.perf_counter()
-        if (close := self.ledger.plan_close()) is not None:
-            self.edit("close", close)
-        first = self.ledger.first_inexact() if start is None else start
-        again = self.ledger.plan_recompute(len(self.ledger) if first is None else first)
-        if len(again.tokens):
-            self._read_again(again)
-        seconds = time.perf_counter() - began
-        self.tally.read(len(again.tokens), seconds)
-        receipt = self._receipt("recompute", again.plan, seconds * 1e3, 0, ())
-        return replace(receipt, prefilled=len(again.tokens), freed=0)
+    def rewind(self, row: int) -> Receipt:
+        return self._edit("rewind", self.record.plan.rewind(row))
 
-    def _read_again(self, again: Recompute) -> None:
-        """The old cells wait aside until every token is read; on any error they come back."""
-        self.ledger.check_room(len(again.tokens), self.engine.cells_free)
-        aside = False
-        with self._reading() as before:
-            try:
-                with uninterrupted():
-                    self.engine.apply(again.away)
-                    aside = True
-                self._decode_all(again.pos, again.tokens)
-                with uninterrupted():
-                    aside = False
-                    self._apply(again.plan)
-                    self.ledger.commit(again.plan)
-                    self.ledger.history.recomputed(again.plan.edited, self.ledger.view, self.ledger.first_gap)
-                    self._original = None
-            except BaseException:
-                with uninterrupted():
-                    if aside:
-                        self._next = before
-                        self._drop(again.pos, self._num_decoded)
-                        self.engine.apply(again.undo)
-                raise
+    def shorten(self, row: int) -> None:
+        """Rewind, as a part of generating: no edit of the user's."""
+        self._carry_out(self.record.plan.rewind(row), rewound=True)
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[NextLogits]:
-        """While tokens are read the next logits are new ones; yields those from before, should the reading fail."""
-        self._next.keep_logits()
-        before = self._next
-        self._num_decoded = 0
-        try:
-            self.reading, self._next = True, NextLogits(self.engine)
-            yield before
-        finally:
-            self.reading = False
-
-    def _decode_all(self, start: int, tokens: TokenArray) -> None:
-        """Decode tokens from position ``start`` on, batch by batch, counting them."""
-        while self._num_decoded < len(tokens):
-            at = self._num_decoded
-            part = tokens[at : at + self.engine.n_batch]
-            with uninterrupted():
-                self._decode(start + at, part, last=at + len(part) == len(tokens))
-                self._num_decoded += len(part)
-            if self.progress is not None:
-                self.progress(self._num_decoded, len(tokens))
-
-    def _decode(self, pos: int, tokens: TokenArray, *, last: bool = True) -> None:
-        """Read tokens at ``pos``; behind the last of them are the next logits, under the view there is now."""
-        chunk = Chunk(self._live, pos, tokens, "last" if last else "none")
-        row = self.engine.decode([chunk], self._next if last else None)[0]
-        if last:
-            self._next.in_buffer(row, self.ledger.view)
-
-    def _drop(self, start: int, count: int) -> None:
-        """Take cells behind the cursor away again. A recurrent state cannot: then the session is broken."""
-        if not count:
-            return
-        if self.engine.model.capabilities.rewind:
-            self.engine.drop(self._live, start, start + count)
-        else:
-            self.broken = "a read was interrupted and this model's state cannot be rewound; open a new session"
-
-    def read_one(self, token: int) -> int:
-        """Read one sampled token, inside the caller's uninterrupted block; returns its index. Raises ContextFull."""
-        ledger = self.ledger
-        ledger.check_room(1, self.engine.cells_free)
-        cursor = ledger.cursor
-        self.engine.decode_one(self._live, cursor, token, self._next)
-        self._next.in_buffer(0, ledger.view)
-        self.tally.generated += 1
-        return ledger.append_one(token, cursor)
-
-    def teacher_force(self, tokens: TokenArray) -> Generator[tuple[int, npt.NDArray[np.float32]], None, None]:
-        """(index, float32 rows) that predict tokens[index:], read in batches and dropped at the end."""
-        if not self.engine.model.capabilities.rewind:
-            raise MaskUnsupported(f"nothing can be scored: {self.engine.model.capabilities.rewind.reason}")
-        if not len(tokens):
-            return
-        self.freshen()
-        self.ledger.check_room(len(tokens) - 1, self.engine.cells_free)
-        self._next.keep_logits()
-        yield 0, self._next.array()[None, :]
-        start, done = self.ledger.cursor, 0
-        try:
-            while done < len(tokens) - 1:
-                part = tokens[done : min(done + self.engine.max_outputs, len(tokens) - 1)]
-                with uninterrupted():
-                    self.engine.decode([Chunk(self._live, start + done, part, "all")])
-                    done += len(part)
-                yield done - len(part) + 1, self.engine.logit_rows(range(len(part)))
-        finally:
-            if done:
-                with uninterrupted():
-                    self.engine.drop(self._live, start, start + done)
-
-    # -- the next token -----------------------------------------------------------------------------------------
-
-    def logits(self) -> npt.NDArray[np.float32]:
-        """float32 (n_vocab,): a copy of the next token's logits for what is visible now."""
-        self.freshen()
-        return self._next.array()
-
-    def sample(self, sampler: Sampler) -> int:
-        """Draw the next token for what is visible now."""
-        self.freshen()
-        return self._next.sample(sampler)
-
-    @property
-    def needs_reread(self) -> bool:
-        """Whether the last visible token will be read again before the next is sampled."""
-        return self.ledger.last_visible is not None and not self._next.fresh(self.ledger.view)
-
-    def accept_stale_logits(self) -> None:
-        """Sample the next token from the logits as they are, although an edit came after them."""
-        if self._next.known:
-            self._next.view = self.ledger.view
-
-    def freshen(self) -> None:
-        """Read the last visible token again if its logits were computed while something else was visible."""
-        last = self.ledger.last_visible
-        if last is None:
-            raise NoLogits("there is no distribution yet: append something first")
-        if not self.needs_reread:
-            return
-        changed = self.ledger.history.view_of(last) != clip(self.ledger.view, last)
-        self._reread(self._plan_reread(keep=changed and self.engine.cells_free > 0), changed)
-        self.tally.read_again()
-
-    def _plan_reread(self, *, keep: bool) -> Reread:
-        try:
-            return self.ledger.plan_reread(keep_original=keep)
-        except MaskUnsupported:  # no archive has room, so the first reading cannot be kept
-            return self.ledger.plan_reread(keep_original=False)
-
-    def _reread(self, reread: Reread, changed: bool) -> None:
-        if reread.undo and self._next.view is not None:
-            self._original = (reread.index, self._next.view, self._next.array())
-        token = self.ledger.tokens[reread.index : reread.index + 1]
-        with uninterrupted():
-            self._apply(reread.plan)
-            try:
-                self._decode(reread.pos, token)
-            except BaseException:
-                self._undo(reread)
-                raise
-            self.ledger.commit(reread.plan)
-            if changed:
-                self.ledger.history.computed_again(reread.index, self.ledger.view, self.ledger.first_gap)
-
-    def _undo(self, reread: Reread) -> None:
-        if reread.undo:
-            self.engine.apply(reread.undo)
-        else:
-            self.broken = f"token {reread.index} could not be read again and its cell is gone; open a new session"
-
-    # -- edits --------------------------------------------------------------------------------------------------
-
-    def edit(self, verb: str, plan: Plan, notes: tuple[str, ...] = ()) -> Receipt:
+    def _edit(self, verb: str, plan: Plan, notes: tuple[str, ...] = ()) -> Receipt:
         """Carry a plan out, commit it, and say what it did. Raises SessionBroken when it fails half way."""
         began = time.perf_counter()
+        former = Former.of(self.ledger, self._flags(plan.edited), self.spans.ordered())
         reused = self._num_reused(plan)
-        with uninterrupted():
-            self._apply(plan)
-            self.ledger.commit(plan)
-            if plan.edited and verb == "rewind":
-                self._forget_from(plan.edited[0][0])
-            self._restore_logits()
+        self._carry_out(plan, rewound=verb == "rewind")
+        self.record.tally.reused += reused
         ms = (time.perf_counter() - began) * 1e3
-        self.tally.reused += reused
-        return self._receipt(verb, plan, ms, reused, notes)
+        receipt = self._receipt(verb, plan, ms, reused=reused, notes=notes)
+        return self.journal.add(receipt, former)
 
-    def _apply(self, plan: Plan) -> None:
-        """The native half. Its steps were checked by the ledger; one that fails breaks the session."""
+    def _carry_out(self, plan: Plan, *, rewound: bool = False) -> None:
+        record = self.record
+
+        def commit() -> None:
+            self.ledger.commit(plan)
+            if rewound and plan.edited:
+                record.forget_from(plan.edited[0][0])
+            record.restore_logits()
+
+        if self.ledger.has_cells:
+            self._check_copies(plan)
+            with uninterrupted():
+                record.apply(plan.steps)
+                commit()
+        else:
+            self.reader.restart(self.ledger.ids[plan.after.visible], lambda: self._restarted(commit))
+
+    def _restarted(self, commit: Callable[[], None]) -> None:
+        commit()
+        self.ledger.history.recomputed(runs(self.ledger.columns.visible), self.ledger.view)
+
+    def _check_copies(self, plan: Plan) -> None:
+        if plan.num_copied > self.engine.cells_free + plan.num_freed:
+            raise ContextFull(
+                f"a fork holds {plan.num_copied:,} of the cells that would move, so they are copied first, and "
+                f"{self.engine.cells_free:,} cells are free; close a fork, evict something, or use gap='keep'"
+            )
+
+    # -- new text -----------------------------------------------------------------------------------------------
+
+    def insert(self, row: int, tokens: TokenArray, register: Callable[[Range], Span]) -> Receipt:
+        """Read new tokens in front of ``row``."""
         try:
-            self.engine.apply(plan.steps)
-        except BaseException as err:
-            self.broken = f"an edit failed half way ({err}); open a new session and append what you need"
-            raise SessionBroken(self.broken) from err
+            arrival = self.record.plan.insert(row, tokens)
+        except MaskUnsupported:
+            if not self.restarts:
+                raise
+            return self._insert_and_recompute(row, tokens, register)
+        return self._arrive("insert", arrival, register)
 
-    def _forget_from(self, index: int) -> None:
-        self.spans.truncate(index)
-        self.ledger.history.truncate(index)
-        self._next.clear()
+    def replace(self, ranges: Sequence[Range], tokens: TokenArray, register: Callable[[Range], Span]) -> Receipt:
+        """Mask the visible tokens of these ranges and read new ones in front of the first."""
+        hide = self.ledger.select(ranges) & self.ledger.columns.visible
+        if not hide.any():
+            raise BadState("nothing to replace: the target's tokens are all masked or evicted")
+        row = int(hide.argmax())
+        try:
+            return self._arrive("replace", self.record.plan.insert(row, tokens, hide), register)
+        except MaskUnsupported:
+            if not self.restarts:
+                raise
+        masked = self.mask(ranges, Hiding("keep", force=True))
+        try:
+            inserted = self._insert_and_recompute(row, tokens, register)
+        except BaseException:
+            self.undo()
+            raise
+        return self.journal.merge(2, replace(inserted, verb="replace", tokens=masked.tokens, ranges=masked.ranges))
 
-    def _restore_logits(self) -> None:
-        """Where the first reading of the last token is visible again, its logits are, too."""
-        if self._original is None:
-            return
-        index, view, logits = self._original
-        if self.ledger.columns.state[index] == State.DROPPED:
-            self._original = None
-        elif index == self.ledger.last_visible and view == self.ledger.view and not self.ledger.has_original(index):
-            self._next.in_copy(logits, view)
-            self._original = None
+    def append_alone(self, tokens: TokenArray, attend: Flags, register: Callable[[Range], Span]) -> Span:
+        """Read new tokens at the end that see ``attend`` only."""
+        arrival = self.record.plan.append_alone(tokens, attend)
+        return self.reader.arrive(arrival, lambda: register((len(self.ledger) - len(tokens), len(self.ledger))))
+
+    def _arrive(self, verb: str, arrival: Arrival, register: Callable[[Range], Span]) -> Receipt:
+        began = time.perf_counter()
+        hidden = self._hidden_by(arrival)
+        spans = self.spans.ordered()
+        new = (len(self.ledger), len(self.ledger) + len(arrival.tokens))
+        former = Former.of(self.ledger, hidden, spans).and_(Former.none(new, spans))
+        reused = int(np.count_nonzero(self.ledger.columns.visible[arrival.row :] & ~hidden[arrival.row :]))
+        span = self.reader.arrive(arrival, lambda: register(new))
+        ms = (time.perf_counter() - began) * 1e3
+        self.record.tally.reused += reused
+        receipt = self._receipt(verb, arrival.plan, ms, reused=reused, span=span, prefilled=len(arrival.tokens))
+        return self.journal.add(receipt, former)
+
+    def _hidden_by(self, arrival: Arrival) -> Flags:
+        """The rows, as they are now, that the arrival hides."""
+        visible = arrival.plan.after.visible
+        left = np.concatenate([visible[: arrival.row], visible[arrival.stop :]])
+        return np.asarray(self.ledger.columns.visible & ~left)
+
+    def _insert_and_recompute(self, row: int, tokens: TokenArray, register: Callable[[Range], Span]) -> Receipt:
+        """Where the suffix cannot move: new tokens and all visible ones behind them are read."""
+        began = time.perf_counter()
+        again = self.record.plan.insert_and_recompute(row, tokens)
+        new = (len(self.ledger), len(self.ledger) + len(tokens))
+        former = Former.none(new, self.spans.ordered())
+
+        def commit() -> Span:
+            self.ledger.open_rows(row, tokens)
+            self._commit_again(again)
+            return register(new)
+
+        span = self.reader.recompute(again, commit)
+        notes = (f"{self.engine.close_gaps.reason}: all behind the new text was read again",)
+        ms = (time.perf_counter() - began) * 1e3
+        prefilled = again.num_tokens
+        receipt = self._receipt("insert", again.plan, ms, prefilled=prefilled, span=span, notes=notes)
+        return self.journal.add(replace(receipt, tokens=len(tokens), ranges=(new,), freed=0), former)
+
+    # -- reading again ------------------------------------------------------------------------------------------
+
+    def recompute(self, index: int | None = None) -> Receipt:
+        """Read the visible tokens from ``index`` on again, None for the first one that is not exact."""
+        began = time.perf_counter()
+        if not self.ledger.has_cells:
+            return self._restart_from_nothing(began)
+        if (close := self.record.plan.close()) is not None:
+            self._carry_out(close)
+        inexact = self.ledger.inexact()
+        first = int(inexact.argmax()) if inexact.any() else len(self.ledger)
+        again = self.record.plan.recompute(first if index is None else self.ledger.places.row(index))
+        if again.num_tokens:
+            self.reader.recompute(again, lambda: self._commit_again(again))
+        ms = (time.perf_counter() - began) * 1e3
+        receipt = self._receipt("recompute", replace(again.plan, edited=again.read), ms, prefilled=again.num_tokens)
+        return self.journal.add(replace(receipt, freed=0))
+
+    def _commit_again(self, again: Recompute) -> None:
+        self.ledger.commit(again.plan)
+        self.ledger.history.recomputed(again.read, self.ledger.view, self.ledger.first_gap)
+
+    def _restart_from_nothing(self, began: float) -> Receipt:
+        """Every edit of such a model is a restart: there is nothing to read again."""
+        plan = Plan((), self.ledger.columns.copy(), ())
+        return self.journal.add(self._receipt("recompute", plan, (time.perf_counter() - began) * 1e3))
+
+    def compact(self) -> Receipt:
+        """Put all cells in a row; no token, position or mask changes."""
+        began, saves = time.perf_counter(), self.engine.compact_saves
+        with uninterrupted():
+            self.engine.compact()
+        notes = (f"decode scans {saves:,} cells fewer",) if saves else ("there was nothing to gain",)
+        ms = (time.perf_counter() - began) * 1e3
+        masked = self.ledger.count(State.MASKED)
+        return self.journal.add(Receipt("compact", (), self.engine.cells_used, ms, masked=masked, notes=notes))
+
+    # -- undo ---------------------------------------------------------------------------------------------------
+
+    def undo(self) -> Receipt:
+        """The newest edit that was not undone, back. Tokens whose K and V are gone are read again."""
+        newest = self.journal.newest()
+        if newest is None:
+            raise BadState("nothing to undo: no edit of this session is left in its journal")
+        edit, former = newest
+        began = time.perf_counter()
+        plan = self.record.plan.back(former.rows(self.ledger), former.columns)
+        reused = self._num_reused(plan)
+        gone = self._gone(former)
+        self.reader.check_room(len(gone) - plan.num_freed)
+        if plan.edited or not len(gone):
+            self._carry_out(plan)
+        prefilled = self._read_back(former, gone) if len(gone) else 0
+        with uninterrupted():
+            self.spans.restore(former.spans)
+            kept = ~self.ledger.columns.where(State.DROPPED)
+            self.spans.keep_only(self.ledger.places.by_index(kept))
+        ms = (time.perf_counter() - began) * 1e3
+        changed = replace(plan, edited=tuple(runs(self._flags(plan.edited) | self._rows(gone))))
+        receipt = self._receipt("undo", changed, ms, reused=reused, prefilled=prefilled)
+        return self.journal.undone(replace(receipt, tokens=edit.tokens, undone=edit.verb))
+
+    def _gone(self, former: Former) -> npt.NDArray[np.int64]:
+        """The rows that had cells before the edit and have none now."""
+        rows = former.rows(self.ledger)
+        if not self.ledger.has_cells:
+            return rows[:0]
+        return rows[former.columns.in_cells & ~self.ledger.columns.in_cells[rows]]
+
+    def _read_back(self, former: Former, gone: npt.NDArray[np.int64]) -> int:
+        """Read rows that have no cells again, run by run; those that were masked are masked at once."""
+        rows = former.rows(self.ledger)
+        masked = self._rows(rows[former.columns.where(State.MASKED)])
+        missing = self._rows(gone)
+        before = Former.of(self.ledger, missing, ())
+        try:
+            for part in (*runs(missing & ~masked), *runs(missing & masked)):
+                self.reader.arrive(self.record.plan.read_back(part), lambda: None)
+                if masked[part[0]]:
+                    self._carry_out(self.record.plan.back(rows, former.columns))
+        except BaseException:
+            self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns))
+            raise
+        return len(gone)
+
+    def _rows(self, rows: npt.NDArray[np.int64]) -> Flags:
+        flags = np.zeros(len(self.ledger), np.bool_)
+        flags[rows] = True
+        return flags
+
+    # -- receipts -----------------------------------------------------------------------------------------------
+
+    def _flags(self, ranges: Sequence[Range]) -> Flags:
+        flags = np.zeros(len(self.ledger), np.bool_)
+        for start, stop in ranges:
+            flags[start:stop] = True
+        return flags
 
     def _num_reused(self, plan: Plan) -> int:
         """Visible tokens behind the first edited one, all of which a restart would read again."""
-        if not plan.edited:
+        if not plan.edited or not self.ledger.has_cells:
             return 0
         both = self.ledger.columns.visible & plan.after.visible
         return int(np.count_nonzero(both[plan.edited[0][0] :]))
 
-    def _receipt(self, verb: str, plan: Plan, ms: float, reused: int, notes: tuple[str, ...]) -> Receipt:
-        hides = verb in ("mask", "evict")
-        kv_type = self.engine.settings.kv_type
-        if plan.num_moved and kv_type.startswith("q"):
-            notes = (*notes, f"K is quantised again by the move ({kv_type})")
-        influenced = self.ledger.influenced_by(plan.edited) if hides else []
+    def _receipt(
+        self,
+        verb: str,
+        plan: Plan,
+        ms: float,
+        *,
+        reused: int = 0,
+        prefilled: int = 0,
+        span: Span | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> Receipt:
+        """What a plan that was carried out did."""
+        ledger, edited = self.ledger, self._flags(plan.edited)
+        visible = ledger.columns.visible
+        hidden, came = edited & ~visible, edited & visible
+        told = verb in ("mask", "evict", "unmask", "insert", "replace", "undo")
+        if plan.num_moved and self.engine.settings.kv_type.startswith("q"):
+            notes = (*notes, f"K is quantised again by the move ({self.engine.settings.kv_type})")
+        if not ledger.has_cells and verb != "recompute":
+            prefilled = int(visible.sum())
+            notes = (*notes, f"read again from the start: {self.engine.model.capabilities.mask.reason}")
         return Receipt(
             verb,
-            plan.edited,
-            plan.num_edited,
+            tuple(ledger.places.ranges(edited)),
+            int((hidden if verb == "replace" else edited).sum()),
             ms,
-            gap=plan.gap if hides else "",
+            gap=plan.gap if verb in ("mask", "evict", "replace") else "",
             moved=plan.num_moved,
             freed=plan.num_freed,
-            influenced=sum(stop - start for start, stop in influenced),
-            reread=int(self.needs_reread),
+            copied=plan.num_copied,
+            influenced=int(ledger.influenced_by(hidden).sum()) if told and hidden.any() else 0,
+            unaware=int((ledger.history.unaware(came) & visible).sum()) if told and came.any() else 0,
+            prefilled=prefilled,
+            reread=int(self.record.needs_reread),
             reused=reused,
-            masked=self.ledger.count(State.MASKED),
+            masked=ledger.count(State.MASKED),
+            span=span,
             notes=notes,
         )
-
-    # -- checking -----------------------------------------------------------------------------------------------
-
-    def audit(self) -> Audit:
-        """Compare what llama.cpp holds with the ledger, position by position. Raises AuditFailed."""
-        expected = self.ledger.expected_positions()
-        for seq, wanted in {**expected, SCRATCH: np.empty(0, np.int32)}.items():
-            self._audit_sequence(seq, wanted)
-        if self.engine.cells_used < self.ledger.num_cells:
-            raise AuditFailed(f"{self.engine.cells_used} cells counted, the ledger holds {self.ledger.num_cells}")
-        return Audit(len(expected), sum(len(p) for p in expected.values()))
-
-    def _audit_sequence(self, seq: int, wanted: npt.NDArray[np.int32]) -> None:
-        if not self.engine.model.capabilities.mask:  # a state, not cells: only where it ends can be told
-            end = int(wanted[-1]) if len(wanted) else -1
-            if self.engine.last_position(seq) != end:
-                raise AuditFailed(f"sequence {seq} ends at {self.engine.last_position(seq)}, the ledger says {end}")
-            return
-        for held in self.engine.positions(seq):
-            if not np.array_equal(held, wanted):
-                raise AuditFailed(_difference(seq, held, wanted))
-
-
-def _difference(seq: int, held: Sequence[int] | npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]) -> str:
-    extra, missing = np.setdiff1d(held, wanted), np.setdiff1d(wanted, held)
-    return (
-        f"sequence {seq}: llama.cpp holds {len(held)} cells, the ledger {len(wanted)}; "
-        f"only in llama.cpp: {extra[:8].tolist()}, only in the ledger: {missing[:8].tolist()}"
-    )

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv import Engine, Session
+from edgekv import Session
+from edgekv.cells import Cells
 from edgekv.doctor import checks, examine, machine, on_model, selftest
 from edgekv.errors import EdgekvError
 
@@ -94,8 +95,8 @@ def statuses() -> dict[str, str]:
 
 @pytest.mark.usefixtures("no_models")
 def test_a_shift_by_the_wrong_amount(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Engine.shift
-    monkeypatch.setattr(Engine, "shift", lambda self, seq, p0, p1, delta: right(self, seq, p0, p1, delta + 1))
+    right = Cells.shift
+    monkeypatch.setattr(Cells, "shift", lambda self, seq, p0, p1, delta: right(self, seq, p0, p1, delta + 1))
     found = statuses()
     assert found["closed gap, full attention"] == found["closed gap, sliding window"] == "failed"
     assert found["exact undo, full attention"] == "ok"  # nothing moves there

@@ -10,9 +10,10 @@ from killers import killer, refused
 
 from edgekv import Engine, Model, Sampling, Session, Settings
 from edgekv.batch import Batch, Chunk
+from edgekv.columns import CellRun
 from edgekv.errors import BadState, MaskUnsupported, NoLogits, UsageError
 from edgekv.sampling import Sampler
-from edgekv.steps import Move
+from edgekv.steps import Move, Own, Shift
 from helpers import open_tiny, some_tokens
 
 
@@ -26,12 +27,18 @@ def one(seq: int, pos: int, token: int = 7) -> list[Chunk]:
 @killer()
 def sequences_out_of_range(s: Session) -> None:
     e = s.engine
-    for seq in (-1, -(2**31), e.settings.n_sequences, 255, 256, 2**31):
+    for seq in (-1, -(2**31), e.settings.n_sequences(), 255, 256, 2**31):
         for call in (
             partial(e.drop, seq, 0, 1),
-            partial(e.shift, seq, 0, 1, 1),
-            partial(e.move, Move(seq, 2, 0, 1)),
-            partial(e.move, Move(2, seq, 0, 1)),
+            partial(e.apply, [Shift(seq, 0, 1, 1)]),
+            partial(e.apply, [Move(seq, 3, 0, 1)]),
+            partial(e.apply, [Move(3, seq, 0, 1)]),
+            partial(e.apply, [Own(seq, 0, 1)]),
+            partial(e.share, [CellRun(seq, 0, 1)], 4),
+            partial(e.share, [CellRun(3, 0, 1)], seq),
+            partial(e.replace, seq, 4),
+            partial(e.replace, 3, seq),
+            partial(e.clear, seq, 0),
             partial(e.positions, seq),
             partial(e.last_position, seq),
             partial(e.decode, one(seq, 0)),
@@ -44,10 +51,10 @@ def sequences_out_of_range(s: Session) -> None:
 def more_than_256_sequences(s: Session) -> None:
     with refused(UsageError, "256"):
         Engine(s.model, Settings(n_sessions=51, n_archives=4))
-    with Session(s.model, settings=Settings(n_ctx=256, n_archives=253)) as most:
+    with Session(s.model, settings=Settings(n_ctx=256, n_sessions=1, n_archives=252)) as most:
         most.append(some_tokens(20))
         most.mask((6, 9))
-        assert most.audit().sequences == 254
+        assert most.audit().sequences == 253
 
 
 @killer()
@@ -55,7 +62,7 @@ def position_gaps(s: Session) -> None:
     end = s.stats.cursor
     for pos in (end + 1, end - 1, end + 100, 2**31 - 1, 2**31, -1):
         with refused(UsageError, "continues at"):
-            s.engine.decode(one(2, pos))
+            s.engine.decode(one(3, pos))
 
 
 @killer()
@@ -65,42 +72,42 @@ def negative_positions(s: Session) -> None:
             s.engine.decode(one(0, pos))
     for p0, p1 in ((-1, 3), (3, 3), (3, 2), (0, 2**31)):
         with refused(UsageError):
-            s.engine.drop(2, p0, p1)
+            s.engine.drop(3, p0, p1)
 
 
 @killer()
 def shifts_below_zero_and_beyond_the_last_position(s: Session) -> None:
     for delta in (-6, 2**31 - 6, -(2**31)):
         with refused(UsageError, "out of the range"):
-            s.engine.shift(2, 5, 8, delta)
+            s.engine.apply([Shift(3, 5, 8, delta)])
 
 
 @killer("mrope")
 def shift_on_mrope(s: Session) -> None:
     for delta in (0, 1):
         with refused(MaskUnsupported, "M-RoPE"):
-            s.engine.shift(2, 5, 8, delta)
+            s.engine.apply([Shift(3, 5, 8, delta)])
     with refused(MaskUnsupported, "M-RoPE"):
-        s.engine.move(Move(2, 3, 5, 8, 1))
+        s.engine.apply([Move(3, 4, 5, 8, 1)])
     assert s.mask((5, 8)).gap == "keep"
 
 
 @killer("yarn")
 def shift_on_yarn(s: Session) -> None:
     with refused(MaskUnsupported, "YaRN"):
-        s.engine.shift(2, 5, 8, 1)
+        s.engine.apply([Shift(3, 5, 8, 1)])
 
 
 @killer("mamba")
 def partial_copy_on_recurrent(s: Session) -> None:
-    for edit in (lambda: s.mask((5, 8)), lambda: s.rewind(5), lambda: s.engine.move(Move(2, 3, 5, 8))):
+    for edit in (lambda: s.mask((5, 8)), lambda: s.rewind(5), lambda: s.engine.apply([Move(3, 4, 5, 8)])):
         with refused(MaskUnsupported, "recurrent"):
             edit()
 
 
 @killer("lfm2")
 def partial_copy_on_hybrid(s: Session) -> None:
-    for edit in (lambda: s.mask((5, 8)), lambda: s.rewind(5), lambda: s.engine.move(Move(2, 3, 5, 8))):
+    for edit in (lambda: s.mask((5, 8)), lambda: s.rewind(5), lambda: s.engine.apply([Move(3, 4, 5, 8)])):
         with refused(MaskUnsupported, "hybrid"):
             edit()
 
@@ -112,15 +119,15 @@ def partial_copy_on_hybrid(s: Session) -> None:
 def batch_beyond_n_batch(s: Session) -> None:
     e = s.engine
     with refused(UsageError, "more than one batch"):
-        e.decode([Chunk(2, s.stats.cursor, some_tokens(e.n_batch + 1))])
+        e.decode([Chunk(3, s.stats.cursor, some_tokens(e.n_batch + 1))])
     half = some_tokens(e.n_batch // 2 + 1)
     with refused(UsageError, "more than one batch"):
-        e.decode([Chunk(2, s.stats.cursor, half), Chunk(3, 0, half)])
+        e.decode([Chunk(3, s.stats.cursor, half), Chunk(4, 0, half)])
 
 
 @killer()
 def empty_batch(s: Session) -> None:
-    for chunks in ([], [Chunk(2, s.stats.cursor, some_tokens(0))], [*one(3, 0), Chunk(4, 0, some_tokens(0))]):
+    for chunks in ([], [Chunk(3, s.stats.cursor, some_tokens(0))], [*one(4, 0), Chunk(5, 0, some_tokens(0))]):
         with refused(UsageError, "nothing to decode"):
             s.engine.decode(chunks)
 
@@ -128,13 +135,13 @@ def empty_batch(s: Session) -> None:
 @killer()
 def two_chunks_for_one_sequence(s: Session) -> None:
     with refused(UsageError, "one chunk a sequence"):
-        s.engine.decode([*one(2, s.stats.cursor), *one(2, s.stats.cursor + 1)])
+        s.engine.decode([*one(3, s.stats.cursor), *one(3, s.stats.cursor + 1)])
 
 
 @killer()
 def more_rows_of_logits_than_there_is_room_for(s: Session) -> None:
     with open_tiny(s.model.path, n_batch=4, n_archives=1) as small:
-        small.engine.decode([Chunk(2, 0, some_tokens(4), "all")])
+        small.engine.decode([Chunk(3, 0, some_tokens(4), "all")])
         assert small.engine.logit_rows(range(4)).shape == (4, s.model.n_vocab)
         assert small.engine.max_outputs >= 4
 
@@ -143,9 +150,9 @@ def more_rows_of_logits_than_there_is_room_for(s: Session) -> None:
 def every_token_has_one_sequence(_s: Session) -> None:
     """n_seq_id 0 is a segmentation fault; no verb can ask for it."""
     batch = Batch(8)
-    batch.fill([Chunk(3, 5, some_tokens(4)), Chunk(2, 0, some_tokens(4))])
+    batch.fill([Chunk(4, 5, some_tokens(4)), Chunk(3, 0, some_tokens(4))])
     assert [batch.native.n_seq_id[i] for i in range(8)] == [1] * 8
-    assert [batch.native.seq_id[i][0] for i in range(8)] == [3] * 4 + [2] * 4
+    assert [batch.native.seq_id[i][0] for i in range(8)] == [4] * 4 + [3] * 4
 
 
 @killer()
@@ -192,7 +199,7 @@ def tokens_outside_the_vocabulary(s: Session) -> None:
             partial(m.text_stream().feed, token),
             partial(s.append, [5, token]),
             partial(s.score, [5, token]),
-            partial(s.engine.decode, one(2, end, token)),
+            partial(s.engine.decode, one(3, end, token)),
         ):
             with refused(UsageError, "outside the vocabulary"):
                 call()

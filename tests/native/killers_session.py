@@ -10,9 +10,10 @@ from killers import killer, refused
 
 from edgekv import Engine, Model, Sampling, Session, Settings
 from edgekv.batch import Chunk
+from edgekv.columns import CellRun
 from edgekv.errors import BadState, ClosedError, ContextFull, GrammarError, GrammarStuck, UsageError
 from edgekv.sampling import Sampler
-from edgekv.steps import Move
+from edgekv.steps import Move, Own, Shift
 from helpers import TEXT, open_tiny, some_tokens
 
 NOTHING = some_tokens(0)
@@ -165,12 +166,17 @@ def use_after_the_engine_was_closed(s: Session) -> None:
     engine.close()
     engine.close()
     for call in (
-        partial(engine.decode, [Chunk(2, 4, some_tokens(1))]),
-        partial(engine.drop, 2, 0, 1),
-        partial(engine.shift, 2, 0, 1, 1),
-        partial(engine.move, Move(2, 3, 0, 1)),
-        partial(engine.positions, 2),
-        partial(engine.last_position, 2),
+        partial(engine.decode, [Chunk(3, 4, some_tokens(1))]),
+        partial(engine.drop, 3, 0, 1),
+        partial(engine.apply, [Shift(3, 0, 1, 1)]),
+        partial(engine.apply, [Move(3, 4, 0, 1)]),
+        partial(engine.apply, [Own(3, 0, 1)]),
+        partial(engine.share, [CellRun(3, 0, 1)], 4),
+        partial(engine.replace, 3, 4),
+        partial(engine.clear, 3, 0),
+        engine.compact,
+        partial(engine.positions, 3),
+        partial(engine.last_position, 3),
         partial(engine.logits, 0),
         partial(Session, engine),
         partial(session.append, "a"),

@@ -68,7 +68,7 @@ def test_a_gap_is_closed_where_it_can_be(opened: Callable[..., Session], kind: s
     session = opened(kind)
     receipt = session.mask("middle")
     assert (receipt.gap, receipt.moved, receipt.notes) == ("close", 20, ())
-    assert session.engine.positions(2)[0].tolist() == list(range(20, 60))
+    assert session.engine.positions(3)[0].tolist() == list(range(20, 60))
 
 
 @pytest.mark.parametrize("kind", NO_SHIFT)
@@ -79,7 +79,7 @@ def test_a_gap_is_kept_where_it_must_be_and_the_receipt_says_why(opened: Callabl
     assert len(receipt.notes) == 1
     assert NO_SHIFT[kind] in receipt.notes[0]
     assert receipt.notes[0] in str(receipt)
-    assert session.engine.positions(2)[0].tolist() == [*range(20), *range(40, 60)]
+    assert session.engine.positions(3)[0].tolist() == [*range(20), *range(40, 60)]
     assert session.mask((42, 45), gap="keep").notes == ()  # asked for, so there is nothing to explain
 
 
@@ -175,8 +175,10 @@ def test_a_state_refuses_every_edit_before_anything_is_touched(opened: Callable[
         lambda: session.evict((0, 60), force=True),
         lambda: session.rewind("tail"),
         lambda: session.rewind(0),
-        lambda: session.score("a"),
-        lambda: session.logits_over("a"),
+        lambda: session.insert(30, "a"),
+        lambda: session.replace("middle", "a"),
+        lambda: session.append("a", attend="middle"),
+        session.recompute,
         lambda: session.masked("middle").__enter__(),
     ]
     for edit in edits:
@@ -202,7 +204,7 @@ def test_a_state_reads_generates_and_is_audited(opened: Callable[..., Session], 
 
 
 def blob_size(session: Session) -> int:
-    return int(lib.llama_state_seq_get_size(session.engine.ctx, 2))
+    return int(lib.llama_state_seq_get_size(session.engine.ctx, 3))
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
@@ -213,7 +215,7 @@ def test_bytes_a_token_are_what_the_state_grows_by(tiny_path: Callable[..., Path
         before = blob_size(session)
         session.append(some_tokens(16))
         grown = blob_size(session) - before
-        caches = len(session.engine.positions(2))
+        caches = len(session.engine.positions(3))
         bookkeeping = caches * (12 + (12 if kind == "mrope" else 0))  # state_blob: a cell's position and sequence
         assert grown / 16 == session.model.kv_bytes_per_token(kv_type) + bookkeeping
         assert session.stats.kv_bytes_used == 24 * session.model.kv_bytes_per_token(kv_type)

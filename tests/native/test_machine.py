@@ -242,7 +242,7 @@ class Machine(RuleBasedStateMachine):
     # -- what the model needs to be told: that one token was read again, or its first reading came back -------------
 
     def note_reread(self) -> int | None:
-        return max(self.plain.visible()) if self.session._transcript.needs_reread else None
+        return max(self.plain.visible()) if self.session._transcript.record.needs_reread else None
 
     def after_reread(self, index: int | None) -> None:
         if index is None:

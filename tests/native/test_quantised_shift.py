@@ -11,6 +11,7 @@ import pytest
 from edgekv import Engine, Model, Session, Settings
 from edgekv.capabilities import Capability, close_gaps_in
 from edgekv.errors import MaskUnsupported
+from edgekv.steps import Shift
 
 YES = Capability(True, "RoPE can be shifted")
 
@@ -72,7 +73,7 @@ def test_the_engine_refuses_the_shift(model: Model) -> None:
     with Engine(model, Settings(n_ctx=256, kv_type="q8_0")) as engine:
         assert not engine.can_shift
         with pytest.raises(MaskUnsupported, match="quantised keys"):
-            engine.shift(2, 0, 1, 1)
+            engine.apply([Shift(3, 0, 1, 1)])
 
 
 @pytest.mark.real

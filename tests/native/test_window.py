@@ -40,7 +40,7 @@ def test_without_the_keeper_they_would_be_lost(model: Model, monkeypatch: pytest
 
     def without_keeper(self: Engine, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
-        object.__setattr__(self, "_windowed", False)
+        self._cells.windowed = False  # type: ignore[misc]
 
     monkeypatch.setattr(Engine, "__init__", without_keeper)
     with Session(model, settings=SETTINGS) as session:

@@ -1,0 +1,154 @@
+"""Base: how a session lives: what it opens, what it closes, and when it may be asked."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from . import catalog
+from .columns import State
+from .engine import Engine
+from .errors import BadState, ClosedError, SessionBroken, UsageError
+from .generation import Generation
+from .model import Model
+from .reader import Progress
+from .settings import Settings
+from .transcript import Transcript
+
+P = ParamSpec("P")
+R = TypeVar("R")
+B = TypeVar("B", bound="Base")
+
+_ON_UNSUPPORTED: Final = ("refuse", "recompute")
+
+
+def verb(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P], R]:
+    """A public verb: one at a time, on an open and sound session, after the generation before it has ended."""
+
+    @functools.wraps(method)
+    def call(self: B, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            self._be_ready()
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class Lease:
+    """What sessions opened for themselves: it is closed when the last of them is."""
+
+    def __init__(self) -> None:
+        self.stack: Final = contextlib.ExitStack()
+        self._holders = 1
+
+    def take(self) -> Lease:
+        self._holders += 1
+        return self
+
+    def give_back(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self.stack.close()
+
+
+class Base:
+    """See :class:`Session`."""
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Model | Engine = catalog.DEFAULT,
+        *,
+        n_ctx: int | None = None,
+        kv_type: str | None = None,
+        n_threads: int | None = None,
+        settings: Settings = Settings(),
+        on_unsupported: str = "refuse",
+    ) -> None:
+        if on_unsupported not in _ON_UNSUPPORTED:
+            raise UsageError(f"on_unsupported is 'refuse' or 'recompute', not {on_unsupported!r}")
+        given = {"n_ctx": n_ctx, "kv_type": kv_type, "n_threads": n_threads}
+        changes = {name: value for name, value in given.items() if value is not None}
+        lease = Lease()
+        try:
+            engine = _open(source, settings, changes, lease.stack)
+            self._begin(Transcript(engine, restarts=on_unsupported == "recompute"), lease)
+        except BaseException:
+            lease.stack.close()
+            raise
+
+    def _begin(self, transcript: Transcript, lease: Lease) -> None:
+        self._lease = lease
+        self._closed = False
+        self._transcript = transcript
+        self._reader = transcript.reader
+        self._ledger = transcript.ledger
+        self._spans = transcript.spans
+        self._generation: Generation | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self._transcript.engine
+
+    @property
+    def model(self) -> Model:
+        return self.engine.model
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[object]:
+        """The engine's lock; every verb holds it."""
+        return self.engine.lock
+
+    def close(self) -> None:
+        """Free the cells nobody else holds, and the engine and model once no fork needs them. Closing twice is
+        fine."""
+        with self.lock:
+            if not self._closed:
+                self._closed = True
+                self._transcript.record.release()
+                self._lease.give_back()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _be_ready(self) -> None:
+        self._check_open()
+        if broken := self._transcript.record.broken or self.engine.lost:
+            raise SessionBroken(broken)
+        if self._reader.reading:
+            raise BadState("an append of this session is still reading; its progress callback cannot change it")
+        generation = self._generation
+        if generation is None or generation.finished:
+            return
+        if generation.started:
+            generation.close()
+        else:
+            generation.finish()
+
+    def _check_open(self) -> None:
+        if self._closed or self.engine.closed:
+            raise ClosedError("the session was closed; open a new one")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._ledger.count(State.VISIBLE)} visible tokens"
+        return f"<Session {self.model.path.name}: {state}>"
+
+    @property
+    def progress(self) -> Progress | None:
+        return self._reader.progress
+
+    @progress.setter
+    def progress(self, callback: Progress | None) -> None:
+        self._reader.progress = callback
+
+
+def _open(source: Any, settings: Settings, changes: dict[str, Any], stack: contextlib.ExitStack) -> Engine:
+    if isinstance(source, Engine):
+        if changes or settings != Settings():
+            raise UsageError("an engine that is open keeps its settings; give them to Engine(...)")
+        return source
+    model = source if isinstance(source, Model) else stack.enter_context(Model(source))
+    return stack.enter_context(Engine(model, dataclasses.replace(settings, **changes)))

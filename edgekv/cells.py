@@ -1,0 +1,255 @@
+"""Cells: the sequences and cells of one llama.cpp context. Every call is checked in Python before it can abort.
+
+What kills the process inside llama.cpp (a bad sequence id, a shift on M-RoPE, a partial copy of a state, ...) is a
+typed error here. Sequence -1, which means *every* sequence to ``seq_rm``, never leaves Python.
+
+Sequences: 0 is scratch, which is empty between calls; 1 is the keeper (see :meth:`Engine.decode`); 2 is aside, where
+tokens wait while others are read; sessions take the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from . import state_blob
+from ._llama import lib
+from .capabilities import Capability
+from .columns import CellRun
+from .errors import AuditFailed, ContextFull, DecodeFailed, MaskUnsupported, UsageError
+from .model import Model
+from .settings import KEEPER, NUM_RESERVED, SCRATCH
+from .steps import Move
+
+MAX_POS: Final = (1 << 31) - 1
+_ALL: Final = -1  # llama.h: p0 or p1 < 0 is every position
+
+
+class Cells:
+    """The memory of context ``ctx``, with ``num_sequences`` sequences; callers hold the engine's lock.
+
+    ``used`` counts the cells in use, ``peak`` is the most there were since the context began or was compacted.
+    """
+
+    def __init__(self, ctx: Any, model: Model, num_sequences: int, close_gaps: Capability) -> None:
+        self._ctx = ctx
+        self._memory = lib.llama_get_memory(ctx)
+        self._model = model
+        self._close_gaps = close_gaps
+        self.num_sequences: Final = num_sequences
+        self.size: Final[int] = lib.llama_n_ctx(ctx)
+        self.windowed: Final = model.n_swa > 0 and bool(model.capabilities.mask)
+        self.used = self.peak = 0
+        self.pending_shift = False
+
+    @property
+    def free(self) -> int:
+        return self.size - self.used
+
+    def taken(self, run: CellRun) -> None:
+        """A decode or a load put tokens into cells of a sequence."""
+        self.used += run.p1 - run.p0
+        self.peak = max(self.peak, self.used)
+        if self.windowed:
+            self._copy(run.seq, KEEPER, run.p0, run.p1)
+
+    # -- cells of one sequence ------------------------------------------------------------------------------------
+
+    def drop(self, run: CellRun, kept: int = 0) -> None:
+        """Take cells out of a sequence; all must be held. ``kept`` of them, which others hold too, are not freed."""
+        self.remove(run)
+        self.used -= run.p1 - run.p0 - kept
+
+    def share(self, run: CellRun, dst: int) -> None:
+        """A second sequence holds these cells, too."""
+        self.check_mask()
+        self._check_range(run)
+        self.check_seq(dst)
+        self._copy(*run[:1], dst, *run[1:])
+
+    def move(self, step: Move) -> None:
+        """Hand cells from one sequence to another, shifted on the way in scratch, where nothing can collide.
+
+        Raises MaskUnsupported where llama.cpp would answer yes and keep the text (recurrent, hybrid), or abort.
+        """
+        run = CellRun(step.src, step.p0, step.p1)
+        if not step.delta:
+            self.share(run, step.dst)
+            self._leave(run)
+            return
+        self._check_shift(step.p0, step.p1, step.delta)
+        self.share(run, SCRATCH)
+        self._leave(run)
+        self.shift(SCRATCH, step.p0, step.p1, step.delta)
+        moved = CellRun(SCRATCH, step.p0 + step.delta, step.p1 + step.delta)
+        self.share(moved, step.dst)
+        self._leave(moved)
+
+    def shift(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Add ``delta`` to positions [p0, p1) of ``seq``; K is rotated at the next decode, over the whole cache.
+
+        Raises MaskUnsupported where llama.cpp cannot shift: it would abort, or rescale every K row.
+        """
+        self._check_range(CellRun(seq, p0, p1))
+        self._check_shift(p0, p1, delta)
+        lib.llama_memory_seq_add(self._memory, seq, p0, p1, delta)
+        self.pending_shift = True
+
+    def own(self, run: CellRun) -> None:
+        """Replace a sequence's cells by copies nobody else holds; another sequence must hold the old ones.
+
+        The way is out of the cache and back in (llama_state_seq_*), so no shift may be pending. A sequence's state
+        leaves out what lies outside its window: so with a window this goes in slices that lie inside.
+        """
+        if self.pending_shift:
+            raise UsageError("cells cannot be copied while a shift is pending")
+        for part in self._slices(run):
+            self.share(part, SCRATCH)
+            try:
+                blob = self.save(SCRATCH)
+            finally:
+                self._leave(part._replace(seq=SCRATCH))
+            self.load(SCRATCH, blob)
+            self.taken(part._replace(seq=SCRATCH))
+            self._leave(part)
+            self._copy(SCRATCH, part.seq, part.p0, part.p1)
+            self._leave(part._replace(seq=SCRATCH))
+
+    def _slices(self, run: CellRun) -> Iterator[CellRun]:
+        width = max(1, self._model.n_swa // 2) if self.windowed else run.p1 - run.p0
+        return (CellRun(run.seq, p0, min(run.p1, p0 + width)) for p0 in range(run.p0, run.p1, width))
+
+    def remove(self, run: CellRun) -> None:
+        """Take cells out of a sequence for good, and out of the keeper too.
+
+        The keeper holds cells of all sequences, so others at the same positions are put back into it.
+        """
+        self._leave(run)
+        if not self.windowed:
+            return
+        self._leave(run._replace(seq=KEEPER))
+        for other in range(self.num_sequences):
+            if other != KEEPER:
+                self._copy(other, KEEPER, run.p0, run.p1)
+
+    def _copy(self, src: int, dst: int, p0: int, p1: int) -> None:
+        lib.llama_memory_seq_cp(self._memory, src, dst, p0, p1)
+
+    def _leave(self, run: CellRun) -> None:
+        """Take cells out of a sequence while another one still holds them."""
+        self._check_range(run)
+        if not lib.llama_memory_seq_rm(self._memory, *run):
+            raise DecodeFailed(f"llama.cpp refused to remove positions [{run.p0}, {run.p1}) of sequence {run.seq}")
+
+    # -- whole sequences ------------------------------------------------------------------------------------------
+
+    def replace(self, src: int, dst: int) -> None:
+        """Sequence ``dst`` becomes what ``src`` is, recurrent state and all; it shares the cells."""
+        self.check_seq(src)
+        self.clear(dst)
+        self._copy(src, dst, _ALL, _ALL)
+
+    def clear(self, seq: int) -> None:
+        """Empty a sequence; the caller counts its cells. Works for every kind of memory."""
+        self.check_seq(seq)
+        if not self._model.capabilities.mask:
+            if not lib.llama_memory_seq_rm(self._memory, seq, _ALL, _ALL):
+                raise DecodeFailed(f"llama.cpp refused to empty sequence {seq}")
+        elif (end := self.last_position(seq)) >= 0:
+            self.remove(CellRun(seq, 0, end + 1))
+
+    def last_position(self, seq: int) -> int:
+        """The highest position a sequence holds, -1 when it is empty."""
+        self.check_seq(seq)
+        return int(lib.llama_memory_seq_pos_max(self._memory, seq))
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def save(self, seq: int) -> npt.NDArray[np.uint8]:
+        """uint8 (n,): the K and V of a sequence as llama.cpp writes them; no shift may be pending."""
+        self.check_seq(seq)
+        size = lib.llama_state_seq_get_size(self._ctx, seq)
+        blob = np.empty(size, np.uint8)
+        if lib.llama_state_seq_get_data(self._ctx, _bytes(blob), size, seq) != size:
+            raise AuditFailed(f"llama.cpp did not give the state of sequence {seq}")
+        return blob
+
+    def load(self, seq: int, blob: npt.NDArray[np.uint8]) -> None:
+        """Put a state that :meth:`save` gave into an empty sequence, into any free cells."""
+        if self.last_position(seq) >= 0:
+            raise UsageError(f"sequence {seq} is not empty: a load would lose what it holds")
+        if lib.llama_state_seq_set_data(self._ctx, _bytes(blob), len(blob), seq) != len(blob):
+            raise ContextFull("llama.cpp found no cells for a saved state")
+
+    def repack(self) -> None:
+        """Put all cells in a row from the first on, in the order they are in; positions and sequences stay.
+
+        By way of the whole state, so it takes as much free memory as the cells in use hold bytes.
+        """
+        size = lib.llama_state_get_size(self._ctx)
+        blob = np.empty(size, np.uint8)
+        if lib.llama_state_get_data(self._ctx, _bytes(blob), size) != size:
+            raise DecodeFailed("llama.cpp did not give its state; nothing has changed")
+        if lib.llama_state_set_data(self._ctx, _bytes(blob), size) != size:
+            raise AuditFailed("llama.cpp did not take its own state back; open a new session")
+        self.peak = self.used
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    def positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
+        """The positions llama.cpp really holds in a sequence, sorted, one int32 array a cache.
+
+        Read from state blobs, as llama.cpp has no call for it: K and V are copied too, so this is for checks. A
+        sliding-window model has two caches, and a blob leaves out what lies outside the window of its sequence: so
+        the second is read in slices, each copied to scratch, where it is the window.
+        """
+        caches = self._blob_positions(seq)
+        if len(caches) < 2 or seq == SCRATCH:
+            return caches
+        width = max(1, self._model.n_swa // 2)
+        slices = [self._slice_positions(seq, int(i) * width, width) for i in np.unique(caches[0] // width)]
+        return [caches[0], np.concatenate(slices) if slices else caches[1]]
+
+    def _slice_positions(self, seq: int, p0: int, width: int) -> npt.NDArray[np.int32]:
+        self._copy(seq, SCRATCH, p0, p0 + width)
+        try:
+            return self._blob_positions(SCRATCH)[1]
+        finally:
+            self._leave(CellRun(SCRATCH, p0, p0 + width))
+
+    def _blob_positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
+        return state_blob.positions(self.save(seq).data, cell_extra=12 if self._model.has_mrope else 0)
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def check_mask(self) -> None:
+        if not self._model.capabilities.mask:
+            raise MaskUnsupported(self._model.capabilities.mask.reason)
+
+    def check_seq(self, seq: int) -> None:
+        if not 0 <= seq < self.num_sequences:
+            raise UsageError(f"sequence {seq} is none of this engine's [0, {self.num_sequences})")
+
+    def _check_shift(self, p0: int, p1: int, delta: int) -> None:
+        if not self._close_gaps:
+            raise MaskUnsupported(self._close_gaps.reason)
+        if p0 + delta < 0 or p1 + delta > MAX_POS:
+            raise UsageError(f"a shift by {delta} moves [{p0}, {p1}) out of the range of positions")
+
+    def _check_range(self, run: CellRun) -> None:
+        self.check_seq(run.seq)
+        if not 0 <= run.p0 < run.p1 <= MAX_POS:
+            raise UsageError(f"[{run.p0}, {run.p1}) is no range of positions")
+
+
+def sequence_ids(num_sequences: int) -> Iterable[int]:
+    """The sequences that sessions may take."""
+    return range(NUM_RESERVED, num_sequences)
+
+
+def _bytes(blob: npt.NDArray[np.uint8]) -> Any:
+    return blob.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -1,0 +1,289 @@
+"""Edits: the verbs of a session that change what the model may look at, or what stands where."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from .base import Base, verb
+from .columns import State
+from .errors import MaskUnsupported, PinnedTokens, UsageError
+from .host import BOS_NAME
+from .model import TokenArray
+from .receipts import Receipt
+from .spans import Range, Span, Target
+from .transcript import Hiding
+
+
+class Edits(Base):
+    """See :class:`Session`."""
+
+    # -- hiding and showing -------------------------------------------------------------------------------------
+
+    @verb
+    def mask(
+        self,
+        target: Target,
+        *,
+        gap: str = "close",
+        force: bool = False,
+        refresh_last: bool = True,
+        then: str = "none",
+        budget: int = 64,
+    ) -> Receipt:
+        """Hide tokens: nothing read from now on attends to them; their cells stay, and unmask is instant.
+
+        gap: "close" moves the visible tokens in front of the target up to those behind it, "keep" leaves the
+        positions empty (unmask is then bit-exact). Masking the tail moves the cursor back, which equals a restart.
+        force: mask attention sinks too. refresh_last=False samples the next token from the logits as they are,
+        computed while the target was visible, for models trained that way; by default the last visible token is
+        read again first.
+
+        then: "recompute" makes it exact by :meth:`recompute`, "auto" does where at most ``budget`` visible tokens are
+        influenced: the loss is large where few tokens stand behind the span, and there reading them again is cheap.
+        Should the reading fail (ContextFull), the mask stands.
+
+        Masked is not forgotten: visible tokens computed while the target was visible carry what they took from it;
+        the receipt counts them. No cell and no RAM is freed.
+
+        Cost: no token read; native metadata, and one rotation of K at the next decode when a gap was closed. Cells
+        that a fork holds too are copied before they move. Guarantees: what is read next does not see the target.
+        Raises MaskUnsupported, BadState, PinnedTokens, UnknownSpan, ContextFull (no room for copies); then nothing
+        has changed.
+        """
+        if then not in ("none", "recompute", "auto"):
+            raise UsageError(f"then is 'none', 'recompute' or 'auto', not {then!r}")
+        ranges = self._spans.resolve(target)
+        receipt = self._transcript.mask(ranges, self._hiding(gap, force=force))
+        if then == "recompute" or (then == "auto" and 0 < receipt.influenced <= budget):
+            return self._transcript.journal.merge(2, receipt.then(self._transcript.recompute()))
+        if refresh_last:
+            return receipt
+        self._reader.accept_stale_logits()
+        return dataclasses.replace(receipt, reread=0)
+
+    @verb
+    def unmask(self, target: Target) -> Receipt:
+        """Show masked tokens again where they belong, without reading them. Bit-exact where no position moved.
+
+        The receipt counts the visible tokens that were read meanwhile, which did not see them.
+
+        Cost: as :meth:`mask`. Guarantees: the K and V are those from before the mask. Raises BadState (nothing masked
+        there), UnknownSpan, MaskUnsupported, ContextFull (no room for copies); then nothing has changed.
+        """
+        self._need_mask()
+        return self._transcript.unmask(self._spans.resolve(target))
+
+    @verb
+    def evict(self, target: Target, *, gap: str = "close", force: bool = False) -> Receipt:
+        """Mask for good: the cells are freed, the text stays known, and coming back means reading it again.
+
+        Takes visible and masked tokens. Cells that a fork holds too are free only when the fork has let go of them.
+
+        Cost, guarantees and errors as :meth:`mask`.
+        """
+        ranges = self._spans.resolve(target)
+        return self._transcript.evict(ranges, self._hiding(gap, force=force))
+
+    @verb
+    def rewind(self, target: int | Target) -> Receipt:
+        """Drop everything from an index, or from the start of a span, on; hidden tokens there too.
+
+        Cost: no token read; one is read again before the next is sampled. Guarantees: exact; what is left is as if
+        the rest had never been read. Raises UsageError, UnknownSpan, MaskUnsupported; then nothing has changed.
+        """
+        if not self.model.capabilities.rewind and not self._transcript.restarts:
+            raise MaskUnsupported(self.model.capabilities.rewind.reason)
+        index = int(target) if isinstance(target, (int, np.integer)) else self._first_index(target)
+        return self._transcript.rewind(self._row(index, "rewind to"))
+
+    def _first_index(self, target: Target) -> int:
+        ranges = self._spans.resolve(target)
+        if not ranges:
+            raise UsageError("the target holds no token")
+        return min((start for start, _ in ranges), key=lambda i: self._row(i, "rewind to"))
+
+    def _row(self, index: int, doing: str) -> int:
+        if not 0 <= index <= len(self._ledger):
+            raise UsageError(f"cannot {doing} {index}: the transcript has {len(self._ledger)} tokens")
+        return self._ledger.places.row(index)
+
+    @contextlib.contextmanager
+    def masked(self, target: Target, *, gap: str = "close", force: bool = False) -> Iterator[Receipt]:
+        """Mask inside the block, and unmask after it what this hid and is still masked.
+
+        Cost, guarantees and errors as :meth:`mask` and :meth:`unmask`.
+        """
+        receipt = self.mask(target, gap=gap, force=force)
+        try:
+            yield receipt
+        finally:
+            if hidden := self._still_hidden(receipt.ranges):
+                self.unmask(hidden)
+
+    def _still_hidden(self, ranges: Sequence[Range]) -> list[Range]:
+        hidden = State.MASKED if self._ledger.has_cells else State.EVICTED
+        return self._ledger.places.ranges(self._ledger.places.rows(ranges) & self._ledger.columns.where(hidden))
+
+    # -- new text in the middle ---------------------------------------------------------------------------------
+
+    @verb
+    def insert(
+        self,
+        index: int,
+        text: str | Iterable[int] | TokenArray,
+        *,
+        name: str | None = None,
+        role: str = "",
+        tags: Iterable[str] = (),
+        special: bool = False,
+    ) -> Receipt:
+        """Read text in front of the token at ``index``; what stands behind it is not read again. ``receipt.span`` is
+        the new text's.
+
+        The new tokens see the visible ones in front of them. Those behind were computed without the new text, and
+        know nothing of it until :meth:`recompute`; the receipt counts them. Indexes of other tokens stay what they
+        are; a span that goes across ``index`` holds the new text, too.
+
+        Cost: every new token is read once; earlier tokens move, so K is rotated once at the next decode. Guarantees:
+        what is read next sees the text in its place; all of it is read or nothing has changed. Raises ContextFull,
+        UsageError (name taken, no such index, nothing to insert), PinnedTokens (in front of the first token),
+        MaskUnsupported (nothing can be shifted, or no cells).
+        """
+        self._need_mask()
+        row = self._row(index, "insert at")
+        if self._ledger.columns.visible[: self._row(index, "insert at")].sum() == 0 and not self._ledger.blank:
+            raise PinnedTokens("nothing can stand in front of the first visible token, which draws attention as a sink")
+        return self._transcript.insert(row, *self._new_text(text, name, role, tags, special=special))
+
+    @verb
+    def replace(
+        self,
+        target: Target,
+        text: str | Iterable[int] | TokenArray,
+        *,
+        name: str | None = None,
+        role: str = "",
+        tags: Iterable[str] = (),
+        special: bool = False,
+    ) -> Receipt:
+        """Put a new text in the place of a target, which is masked; what stands behind is not read again.
+
+        ``receipt.span`` is the new text's. The layout opens or closes by exactly the difference. The old text's cells
+        stay: :meth:`undo` brings it back and drops the new one, ``evict`` frees them. Attention sinks may be replaced,
+        as the new tokens become the sinks. A target of several ranges is replaced at the first of them.
+
+        Cost: every new token is read once. Guarantees: what is read next sees the new text and not the old; all of
+        it is done or nothing has changed. What stands behind was computed with the old text in view, and without the
+        new: the receipt counts it. Raises ContextFull, BadState (nothing visible there), UnknownSpan, UsageError,
+        MaskUnsupported.
+        """
+        self._need_mask()
+        ranges = self._spans.resolve(target)
+        return self._transcript.replace(ranges, *self._new_text(text, name, role, tags, special=special))
+
+    def _new_text(
+        self, text: str | Iterable[int] | TokenArray, name: str | None, role: str, tags: Iterable[str], *, special: bool
+    ) -> tuple[TokenArray, _Register]:
+        """The tokens of a text, and what registers its span once they are read."""
+        if name is not None:
+            self._check_name(name)
+        tokens = self._tokens(text, special=special)
+        if not len(tokens):
+            raise UsageError("the text holds no token; to hide something without a new text, mask it")
+        return tokens, _Register(self, name, role, frozenset((tags,) if isinstance(tags, str) else tags))
+
+    def _check_name(self, name: str) -> None:
+        if name == BOS_NAME:
+            raise UsageError(f"{name!r} is the span of the model's own first token; choose another name")
+        self._spans.check_name(name)
+
+    def _tokens(self, text: str | Iterable[int] | TokenArray, *, special: bool = False) -> TokenArray:
+        return self.model.tokenize(text, special=special) if isinstance(text, str) else self.model.check_tokens(text)
+
+    # -- reading again, and back --------------------------------------------------------------------------------
+
+    @verb
+    def recompute(self, start: int | None = None) -> Receipt:
+        """Read visible tokens again, so that the session is what it would be had the hidden ones never been read.
+
+        From index ``start`` on, or from the first visible token that was computed while something else was visible
+        (none: nothing is read). Kept gaps close. An isolated span is not read while what it attended to stands.
+        ``progress`` is called as in :meth:`append`.
+
+        Cost: those tokens are read once more, and need as many free cells until that is done. Guarantees: the session
+        equals a fresh prefill of its visible tokens, up to the noise of batch boundaries. Raises ContextFull,
+        UsageError, MaskUnsupported (a state that cannot be rewound); on any error, and on Ctrl-C, the cells from
+        before are back.
+        """
+        self._need_mask()
+        if start is not None:
+            self._row(start, "read again from")
+        return self._transcript.recompute(start)
+
+    @verb
+    def undo(self) -> Receipt:
+        """Take the newest edit back: mask, unmask, evict, rewind, insert or replace; again for the one before it.
+
+        Tokens read since stay. What an evict or a rewind dropped is read again, the text of an insert or a replace is
+        dropped. Reading (append, generate, recompute) is no edit; rewind for that.
+
+        Cost: as the edit's own; for evict and rewind, the tokens are read once more. Guarantees: the tokens of the
+        edit are as they were, bit-exact where no position moved and nothing had to be read. Raises BadState (no edit
+        is left in the journal of 1,000), ContextFull, MaskUnsupported; then nothing has changed.
+        """
+        return self._transcript.undo()
+
+    @property
+    def history(self) -> tuple[Receipt, ...]:
+        """The receipts of this session's edits, oldest first; the newest 1,000."""
+        return self._transcript.journal.receipts
+
+    @verb
+    def compact(self) -> Receipt:
+        """Put the cells in use in a row, so that decode scans no free ones between them.
+
+        It pays after an evict or a rewind has freed many: ``stats.cells_scanned`` tells how many cells decode goes
+        over, ``stats.compact_saves`` how many fewer it would be.
+
+        Cost: the K and V in use are copied out and in (milliseconds to tenths of a second), and as much RAM meanwhile.
+        Guarantees: tokens, positions, masks and forks stay; logits change by the noise of cell order. Raises TooLarge
+        (not enough RAM); then nothing has changed.
+        """
+        return self._transcript.compact()
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def _need_mask(self) -> None:
+        if not self.model.capabilities.mask and not self._transcript.restarts:
+            raise MaskUnsupported(
+                f"{self.model.capabilities.mask.reason}; start again without the text instead, which a session "
+                "opened with on_unsupported='recompute' does by itself"
+            )
+
+    def _hiding(self, gap: str, *, force: bool) -> Hiding:
+        """How to hide here: the gap that is possible, and what to tell the user about it."""
+        self._need_mask()
+        if gap not in ("close", "keep"):
+            raise UsageError(f"gap is 'close' or 'keep', not {gap!r}")
+        if gap == "close" and self._ledger.has_cells and not self.engine.can_shift:
+            return Hiding("keep", force, (self.engine.close_gaps.reason,))
+        return Hiding(gap, force)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Register:
+    """Makes the span of a text that was read."""
+
+    session: Edits
+    name: str | None
+    role: str
+    tags: frozenset[str]
+
+    def __call__(self, indexes: Range) -> Span:
+        spans = self.session._spans
+        name = self.name or spans.free_name(self.role or "text")
+        return spans.add(Span(name, *indexes, self.role, self.tags))

@@ -1,0 +1,88 @@
+"""The journal: what a session's edits did, and what it takes to undo them."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .columns import Columns
+from .ledger import Ledger
+from .receipts import Receipt
+from .spans import Range, Span
+
+_LENGTH: Final = 1000  # edits kept
+
+
+@dataclass(frozen=True)
+class Former:
+    """How the tokens of an edit were before it: a row of ``columns`` for each index, and the spans there were."""
+
+    indexes: npt.NDArray[np.int64]
+    columns: Columns
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, ledger: Ledger, rows: npt.NDArray[np.bool_], spans: tuple[Span, ...]) -> Former:
+        chosen = np.flatnonzero(rows)
+        return cls(ledger.places.indexes_of(chosen), ledger.columns.take(chosen), spans)
+
+    @classmethod
+    def none(cls, indexes: Range, spans: tuple[Span, ...]) -> Former:
+        """Of tokens that were not there."""
+        count = indexes[1] - indexes[0]
+        return cls(np.arange(*indexes), Columns.dropped(count), spans)
+
+    def and_(self, other: Former) -> Former:
+        both = np.concatenate([self.indexes, other.indexes])
+        return Former(both, self.columns.with_rows(len(self.columns), other.columns), self.spans)
+
+    def rows(self, ledger: Ledger) -> npt.NDArray[np.int64]:
+        """Where those tokens stand now."""
+        return ledger.places.rows_of(self.indexes)
+
+
+class Journal:
+    """Receipts in order, and how to undo the edits among them, the newest first."""
+
+    def __init__(self) -> None:
+        self._receipts: deque[Receipt] = deque(maxlen=_LENGTH)
+        self._undo: deque[tuple[Receipt, Former]] = deque(maxlen=_LENGTH)
+
+    def copy(self) -> Journal:
+        other = Journal()
+        other._receipts, other._undo = self._receipts.copy(), self._undo.copy()
+        return other
+
+    @property
+    def receipts(self) -> tuple[Receipt, ...]:
+        return tuple(self._receipts)
+
+    def add(self, receipt: Receipt, former: Former | None = None) -> Receipt:
+        """Note an edit; one without ``former`` cannot be undone, and is passed over."""
+        self._receipts.append(receipt)
+        if former is not None:
+            self._undo.append((receipt, former))
+        return receipt
+
+    def merge(self, number: int, receipt: Receipt) -> Receipt:
+        """The newest ``number`` receipts become one, to be undone at once."""
+        parts = [self._receipts.pop() for _ in range(number)]
+        formers = [self._undo.pop()[1] for part in parts if self._undo and self._undo[-1][0] is part]
+        self._receipts.append(receipt)
+        if formers:
+            self._undo.append((receipt, functools.reduce(Former.and_, reversed(formers))))
+        return receipt
+
+    def newest(self) -> tuple[Receipt, Former] | None:
+        return self._undo[-1] if self._undo else None
+
+    def undone(self, receipt: Receipt) -> Receipt:
+        """The newest edit was undone, says ``receipt``."""
+        self._undo.pop()
+        self._receipts.append(receipt)
+        return receipt

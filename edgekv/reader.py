@@ -1,0 +1,358 @@
+"""Reader: decodes tokens into a session's cells: behind what is there, aside for the middle, or once more.
+
+All of what was to be read is in ledger and cells afterwards or, on any error and on Ctrl-C, nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ._llama import uninterrupted
+from .batch import Chunk
+from .errors import MaskUnsupported, NoLogits
+from .history import clip
+from .model import TokenArray
+from .next_logits import NextLogits
+from .plans import Arrival, Part, Recompute, Reread
+from .record import Record, runs_in
+from .sampling import Sampler
+from .settings import ASIDE
+from .spans import Range, runs
+from .steps import Drop, Own
+
+R = TypeVar("R")
+Progress = Callable[[int, int], None]
+
+
+class Reader:
+    """Reads for ``record``. ``progress`` is called with (tokens read, tokens to read) after every batch, ``reading``
+    is True while it may be."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._engine = record.engine
+        self._ledger = record.ledger
+        self.reading = False
+        self.progress: Progress | None = None
+        self._num_read = self._num_wanted = 0
+
+    # -- behind what is there -----------------------------------------------------------------------------------
+
+    def read(self, tokens: TokenArray, register: Callable[[Range], R]) -> R:
+        """Decode tokens at the cursor, batch by batch, and record them.
+
+        ``register`` gets their index range, and runs in the same uninterrupted breath as the ledger's entry.
+        """
+        ledger, record = self._ledger, self._record
+        self.check_room(len(tokens))
+        start, length, began = ledger.cursor, len(ledger), time.perf_counter()
+        with self._reading(len(tokens)) as before, self._checkpoint():
+            try:
+                self._decode_all(record.live, start, tokens)
+                with uninterrupted():
+                    read = ledger.append(tokens, start)
+                    record.tally.read(len(tokens), time.perf_counter() - began)
+                    return register(read)
+            except BaseException:
+                with uninterrupted():
+                    if len(ledger) == length:
+                        record.next = before
+                        self._drop_read(record.live, start)
+                raise
+
+    def read_one(self, token: int) -> int:
+        """Read one sampled token, inside the caller's uninterrupted block; returns its index. Raises ContextFull."""
+        ledger, record = self._ledger, self._record
+        self.check_room(1)
+        cursor = ledger.cursor
+        self._engine.decode_one(record.live, cursor, token, record.next)
+        return self.was_read(token, cursor, 0)
+
+    def was_read(self, token: int, pos: int, row: int) -> int:
+        """One token was decoded at ``pos``, its logits are at batch index ``row``; returns its index."""
+        self._record.next.in_buffer(row, self._ledger.view)
+        self._record.tally.generated += 1
+        return self._ledger.append_one(token, pos)
+
+    def check_room(self, num_cells: int) -> None:
+        self._ledger.check_room(num_cells, self._engine.cells_free)
+
+    @contextlib.contextmanager
+    def _reading(self, num_tokens: int) -> Iterator[NextLogits]:
+        """While tokens are read the next logits are new ones; yields those from before, should the reading fail."""
+        record = self._record
+        record.next.keep_logits()
+        before = record.next
+        self._num_read, self._num_wanted = 0, num_tokens
+        try:
+            self.reading, record.next = True, NextLogits(self._engine)
+            yield before
+        finally:
+            self.reading = False
+
+    @contextlib.contextmanager
+    def _checkpoint(self) -> Iterator[None]:
+        """A recurrent state cannot be rewound: a copy of it waits aside, and comes back should the reading fail."""
+        if self._engine.model.capabilities.rewind:
+            yield
+            return
+        live, length = self._record.live, len(self._ledger)
+        with uninterrupted():
+            self._engine.replace(live, ASIDE)
+        try:
+            yield
+        finally:
+            with uninterrupted():
+                if len(self._ledger) == length:
+                    self._engine.replace(ASIDE, live)
+                self._engine.clear(ASIDE, self._num_read if len(self._ledger) == length else 0)
+
+    def _decode_all(self, seq: int, start: int, tokens: TokenArray) -> None:
+        """Decode tokens from position ``start`` on, batch by batch, counting them; the last gives the next logits."""
+        done = 0
+        while done < len(tokens):
+            part = tokens[done : done + self._engine.n_batch]
+            with uninterrupted():
+                self._decode(seq, start + done, part, last=done + len(part) == len(tokens))
+                done += len(part)
+                self._num_read += len(part)
+            if self.progress is not None:
+                self.progress(self._num_read, self._num_wanted)
+
+    def _decode(self, seq: int, pos: int, tokens: TokenArray, *, last: bool = True) -> None:
+        """Read tokens at ``pos``; behind the last of them are the next logits, under the view there is now."""
+        record = self._record
+        chunk = Chunk(seq, pos, tokens, "last" if last else "none")
+        row = self._engine.decode([chunk], [record.next] if last else ())[0]
+        if last:
+            record.next.in_buffer(row, self._ledger.view)
+
+    def _drop_read(self, seq: int, start: int) -> None:
+        """Take the cells of a reading that failed away again. (A state comes back as a whole.)"""
+        if self._num_read and self._engine.model.capabilities.rewind:
+            self._engine.drop(seq, start, start + self._num_read)
+
+    # -- into the middle ----------------------------------------------------------------------------------------
+
+    def arrive(self, arrival: Arrival, register: Callable[[], R]) -> R:
+        """Read tokens aside, seeing what they are to see, and bring them to their place; the rest of the plan too."""
+        if not self._ledger.has_cells:
+            return self._arrive_by_restart(arrival, register)
+        self.check_room(arrival.num_cells)
+        record, done, began = self._record, False, time.perf_counter()
+        with self._reading(len(arrival.tokens)) as before:
+            try:
+                with uninterrupted():
+                    self._bring_seen(arrival)
+                self._decode_all(ASIDE, arrival.pos, arrival.tokens)
+                with uninterrupted():
+                    done = True
+                    self._leave_seen(arrival)
+                    record.apply(arrival.plan.steps)
+                    return self._arrived(arrival, before, time.perf_counter() - began, register)
+            except BaseException:
+                with uninterrupted():
+                    if not done:
+                        record.next = before
+                        self._drop_read(ASIDE, arrival.pos)
+                        self._leave_seen(arrival)
+                raise
+
+    def _bring_seen(self, arrival: Arrival) -> None:
+        """What the tokens are to see goes aside, too; copies of it where it has to be closed up."""
+        self._engine.share(arrival.seen, ASIDE)
+        for shift in arrival.close_up:
+            self._record.apply([Own(ASIDE, shift.p0, shift.p1), shift])
+
+    def _leave_seen(self, arrival: Arrival) -> None:
+        moved = {(s.p0, s.p1): s.delta for s in arrival.close_up}
+        for _, p0, p1 in runs_in(ASIDE, arrival.seen):
+            delta = moved.get((p0, p1))
+            kept = p1 - p0 if delta is None else 0
+            self._record.apply([Drop(ASIDE, p0 + (delta or 0), p1 + (delta or 0), kept)])
+
+    def _arrived(self, arrival: Arrival, before: NextLogits, seconds: float, register: Callable[[], R]) -> R:
+        record, new = self._record, self._record.next
+        record.next = before
+        record.commit_arrival(arrival)
+        record.tally.read(len(arrival.tokens), seconds)
+        if self._ledger.last_visible == arrival.stop - 1:  # nothing visible stands behind them
+            new.view = arrival.hidden if arrival.alone else self._ledger.view
+            record.next = new
+        return register()
+
+    def _arrive_by_restart(self, arrival: Arrival, register: Callable[[], R]) -> R:
+        ids = self._ledger.ids
+        if arrival.opened:
+            ids = np.concatenate([ids[: arrival.row], arrival.tokens, ids[arrival.row :]])
+
+        def commit() -> R:
+            self._record.commit_arrival(arrival)
+            self._ledger.history.recomputed(runs(arrival.plan.after.visible), self._ledger.view)
+            return register()
+
+        return self.restart(ids[arrival.plan.after.visible], commit)
+
+    # -- once more ----------------------------------------------------------------------------------------------
+
+    def recompute(self, again: Recompute, commit: Callable[[], R]) -> R:
+        """The old cells wait aside until every token is read; on any error they come back."""
+        self.check_room(again.num_tokens)
+        record, began = self._record, time.perf_counter()
+        aside, finished = False, 0
+        with self._reading(again.num_tokens) as before:
+            try:
+                with uninterrupted():
+                    self._engine.apply(again.away)
+                    aside = True
+                for part in again.parts:
+                    self._read_part(part)
+                    finished += 1
+                with uninterrupted():
+                    aside = False
+                    record.apply(again.plan.steps)
+                    read = commit()
+                    record.original = None
+                    record.tally.read(again.num_tokens, time.perf_counter() - began)
+                    return read
+            except BaseException:
+                with uninterrupted():
+                    if aside:
+                        record.next = before
+                        self._bring_back(again.parts, finished)
+                raise
+
+    def _read_part(self, part: Part) -> None:
+        if part.keep:
+            with uninterrupted():
+                self._engine.apply(part.back)
+        else:
+            self._decode_all(self._record.live, part.pos, part.tokens)
+
+    def _bring_back(self, parts: Sequence[Part], finished: int) -> None:
+        """Drop what was read again, and put the old cells back that are still aside."""
+        left = self._num_read
+        for part in parts:
+            if not part.keep and left:
+                count = min(left, len(part.tokens))
+                self._engine.drop(self._record.live, part.pos, part.pos + count)
+                left -= count
+        for number, part in enumerate(parts):
+            if not (part.keep and number < finished):
+                self._engine.apply(part.back)
+
+    def restart(self, tokens: TokenArray, commit: Callable[[], R]) -> R:
+        """Where tokens have no cells: read ``tokens`` from the start, aside, and be that from then on."""
+        self.check_room(len(tokens))
+        record, done, began = self._record, False, time.perf_counter()
+        with self._reading(len(tokens)) as before:
+            try:
+                self._decode_all(ASIDE, 0, tokens)
+                with uninterrupted():
+                    done = True
+                    self._engine.replace(ASIDE, record.live)
+                    self._engine.clear(ASIDE, self._ledger.num_own_cells)
+                    record.tally.read(len(tokens), time.perf_counter() - began)
+                    changed = commit()
+                    if record.next.known:
+                        record.next.view = self._ledger.view
+                    return changed
+            except BaseException:
+                with uninterrupted():
+                    if not done:
+                        record.next = before
+                        self._engine.clear(ASIDE, self._num_read)
+                raise
+
+    # -- and drop again -----------------------------------------------------------------------------------------
+
+    def teacher_force(self, tokens: TokenArray) -> Generator[tuple[int, npt.NDArray[np.float32]], None, None]:
+        """(index, float32 rows) that predict tokens[index:], read in batches and dropped at the end.
+
+        A recurrent state cannot be rewound: there a copy of it reads them, aside.
+        """
+        if not len(tokens):
+            return
+        self.freshen()
+        self.check_room(len(tokens) - 1)
+        record, copied = self._record, not self._engine.model.capabilities.rewind
+        record.next.keep_logits()
+        yield 0, record.next.array()[None, :]
+        seq, start, done = ASIDE if copied else record.live, self._ledger.cursor, 0
+        most = min(self._engine.max_outputs, self._engine.n_batch)
+        try:
+            if copied:
+                self._engine.replace(record.live, ASIDE)
+            while done < len(tokens) - 1:
+                part = tokens[done : min(done + most, len(tokens) - 1)]
+                with uninterrupted():
+                    self._engine.decode([Chunk(seq, start + done, part, "all")])
+                    done += len(part)
+                yield done - len(part) + 1, self._engine.logit_rows(range(len(part)))
+        finally:
+            with uninterrupted():
+                if copied:
+                    self._engine.clear(ASIDE, done)
+                elif done:
+                    self._engine.drop(seq, start, start + done)
+
+    # -- the next token -----------------------------------------------------------------------------------------
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """float32 (n_vocab,): a copy of the next token's logits for what is visible now."""
+        self.freshen()
+        return self._record.next.array()
+
+    def sample(self, sampler: Sampler) -> int:
+        """Draw the next token for what is visible now."""
+        self.freshen()
+        return self._record.next.sample(sampler)
+
+    def accept_stale_logits(self) -> None:
+        """Sample the next token from the logits as they are, although an edit came after them."""
+        if self._record.next.known:
+            self._record.next.view = self._ledger.view
+
+    def freshen(self) -> None:
+        """Read the last visible token again if its logits were computed while something else was visible."""
+        last = self._ledger.last_visible
+        if last is None:
+            raise NoLogits("there is no distribution yet: append something first")
+        if not self._record.needs_reread:
+            return
+        changed = self._ledger.history.view_of(last) != clip(self._ledger.view, last)
+        self._reread(self._plan_reread(keep=changed and self._engine.cells_free > 0), changed)
+        self._record.tally.read_again()
+
+    def _plan_reread(self, *, keep: bool) -> Reread:
+        try:
+            return self._record.plan.reread(keep_original=keep)
+        except MaskUnsupported:  # no archive has room, so the first reading cannot be kept
+            return self._record.plan.reread(keep_original=False)
+
+    def _reread(self, reread: Reread, changed: bool) -> None:
+        record = self._record
+        if reread.undo and record.next.view is not None:
+            record.original = (reread.row, record.next.view, record.next.array())
+        with uninterrupted():
+            record.apply(reread.plan.steps)
+            try:
+                self._decode(record.live, reread.pos, self._ledger.ids[reread.row : reread.row + 1])
+            except BaseException:
+                self._undo(reread)
+                raise
+            self._ledger.commit(reread.plan)
+            if changed:
+                self._ledger.history.computed_again(reread.row, self._ledger.view, self._ledger.first_gap)
+
+    def _undo(self, reread: Reread) -> None:
+        if reread.undo:
+            self._engine.apply(reread.undo)
+        else:
+            self._record.broken = f"token {reread.row} could not be read again and its cell is gone; open a new session"

@@ -1,0 +1,148 @@
+"""Record: what a session holds (ledger, spans, counts, next logits) and the engine that holds its cells.
+
+Readers and edits change ledger and cells through it. Whatever fails, the two say the same afterwards, or the record is
+marked broken with a message that says how to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .columns import CellRun, State
+from .engine import Engine
+from .errors import AuditFailed, SessionBroken
+from .history import View, view_with_rows
+from .ledger import Ledger
+from .next_logits import NextLogits
+from .planner import Planner
+from .plans import Arrival
+from .receipts import Audit
+from .settings import ASIDE, SCRATCH
+from .spans import SpanTable
+from .steps import Step
+from .tally import Tally
+
+
+class Record:
+    """The tokens of one session on ``engine``; callers hold the engine's lock."""
+
+    def __init__(self, engine: Engine, of: Record | None = None) -> None:
+        self.engine: Final = engine
+        self._sequences = engine.take_sequences()
+        self.live: Final = self._sequences[0]
+        self.next = NextLogits(engine)
+        self.original: tuple[int, View, npt.NDArray[np.float32]] | None = None
+        self.broken = ""
+        self.released = False
+        self.tally: Final = Tally()
+        self.spans: Final[SpanTable] = SpanTable() if of is None else of.spans.copy()
+        self.ledger: Final[Ledger] = self._new_ledger() if of is None else self._fork(of)
+
+    def _new_ledger(self) -> Ledger:
+        engine = self.engine
+        has_cells = bool(engine.model.capabilities.mask)
+        live, archives = self.live, self._sequences[1:]
+        return Ledger(live, archives, can_shift=engine.can_shift, has_cells=has_cells, shares=engine.shares)
+
+    def _fork(self, of: Record) -> Ledger:
+        if of.ledger.has_cells:
+            for mine, its in zip(self._sequences, of._sequences, strict=True):
+                self.engine.share([run for run in of.ledger.cell_runs() if run.seq == its], mine)
+        elif of.ledger.num_cells:
+            self.engine.replace(of.live, self.live)
+        if of.next.view is not None:
+            self.next.in_copy(of.next.array(), of.next.view)
+        self.original = of.original
+        return of.ledger.fork(self.live, self._sequences[1:])
+
+    @property
+    def plan(self) -> Planner:
+        """Plans of edits from how things are now."""
+        return Planner(self.ledger)
+
+    def release(self) -> None:
+        """Free the cells that nobody else holds, and give the sequences back."""
+        self.released = True
+        self.engine.give_back(self._sequences, self.ledger.num_own_cells)
+        self.ledger.release()
+
+    def apply(self, steps: Sequence[Step]) -> None:
+        """The native half of an edit. Its steps were checked by the planner; one that fails breaks the session."""
+        try:
+            self.engine.apply(steps)
+        except BaseException as err:
+            self.broken = f"an edit failed half way ({err}); open a new session and append what you need"
+            raise SessionBroken(self.broken) from err
+
+    def commit_arrival(self, arrival: Arrival) -> None:
+        """As Ledger.commit_arrival; what is known of logits and their views follows the new rows."""
+        self.ledger.commit_arrival(arrival)
+        if not arrival.opened:
+            return
+        row, count = arrival.row, len(arrival.tokens)
+        if self.next.view is not None:
+            self.next.view = view_with_rows(self.next.view, row, count)
+        if self.original is not None:
+            at, view, logits = self.original
+            self.original = (at + count * (at >= row), view_with_rows(view, row, count), logits)
+
+    def forget_from(self, row: int) -> None:
+        """Tokens from ``row`` on were dropped."""
+        self.spans.keep_only(self.ledger.places.by_index(~self.ledger.columns.where(State.DROPPED)))
+        self.ledger.history.truncate(row)
+        self.next.clear()
+
+    def restore_logits(self) -> None:
+        """Where the first reading of the last token is visible again, its logits are, too."""
+        if self.original is None:
+            return
+        row, view, logits = self.original
+        if self.ledger.columns.state[row] == State.DROPPED:
+            self.original = None
+        elif row == self.ledger.last_visible and view == self.ledger.view and not self.ledger.has_original(row):
+            self.next.in_copy(logits, view)
+            self.original = None
+
+    @property
+    def needs_reread(self) -> bool:
+        """Whether the last visible token will be read again before the next is sampled."""
+        return self.ledger.last_visible is not None and not self.next.fresh(self.ledger.view)
+
+    # -- checking -----------------------------------------------------------------------------------------------
+
+    def audit(self) -> Audit:
+        """Compare what llama.cpp holds with the ledger, position by position. Raises AuditFailed."""
+        expected = self.ledger.expected_positions()
+        none = np.empty(0, np.int32)
+        for seq, wanted in {**expected, SCRATCH: none, ASIDE: none}.items():
+            self._audit_sequence(seq, wanted)
+        if self.engine.cells_used < self.ledger.num_cells:
+            raise AuditFailed(f"{self.engine.cells_used} cells counted, the ledger holds {self.ledger.num_cells}")
+        return Audit(len(expected), sum(len(p) for p in expected.values()))
+
+    def _audit_sequence(self, seq: int, wanted: npt.NDArray[np.int32]) -> None:
+        if not self.ledger.has_cells:  # a state, not cells: only where it ends can be told
+            end = int(wanted[-1]) if len(wanted) else -1
+            if self.engine.last_position(seq) != end:
+                raise AuditFailed(f"sequence {seq} ends at {self.engine.last_position(seq)}, the ledger says {end}")
+            return
+        for held in self.engine.positions(seq):
+            if not np.array_equal(held, wanted):
+                raise AuditFailed(_difference(seq, held, wanted))
+
+
+def _difference(seq: int, held: Sequence[int] | npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]) -> str:
+    extra, missing = np.setdiff1d(held, wanted), np.setdiff1d(wanted, held)
+    return (
+        f"sequence {seq}: llama.cpp holds {len(held)} cells, the ledger {len(wanted)}; "
+        f"only in llama.cpp: {extra[:8].tolist()}, only in the ledger: {missing[:8].tolist()}"
+    )
+
+
+def runs_in(seq: int, runs: Sequence[CellRun]) -> list[CellRun]:
+    """The same runs in another sequence."""
+    return [run._replace(seq=seq) for run in runs]
