@@ -202,6 +202,8 @@ class Planner:
         possible = after.in_cells[rows] | ~had_cells if self._ledger.has_cells else np.ones(len(rows), np.bool_)
         after.state[rows[possible]] = former.state[possible]
         after.reserved[rows[possible]] = former.reserved[possible]
+        if not self._ledger.can_shift:  # a gap stays where a text is dropped
+            after.reserved[rows] |= former.where(State.DROPPED) & self._ledger.columns.visible[rows]
         return self.change(after)
 
     def read_back(self, rows: Range) -> Arrival:
@@ -261,25 +263,39 @@ class Planner:
         after.state[row : row + len(tokens)], after.seq[row : row + len(tokens)] = State.VISIBLE, trial.live
         return Planner(trial)._recompute(after, row)
 
+    def back_and_recompute(self, rows: npt.NDArray[np.int64], former: Columns) -> Recompute:
+        """As :meth:`back`, where that would need a shift and there is none: all from the first of them is read."""
+        after = self._ledger.columns.copy()
+        after.state[rows], after.reserved[rows] = former.state, False
+        hiding = self._ledger.columns.visible & after.where(State.MASKED)
+        if hiding.any():
+            raise MaskUnsupported(_NO_SHIFT)
+        return self._recompute(after, int(rows.min()))
+
     def _recompute(self, after: Columns, row: int) -> Recompute:
+        """Read what is visible in ``after`` from ``row`` on; ``after`` may show and drop tokens there, too."""
         ledger = self._ledger
-        now, chosen = ledger.columns, after.visible
-        chosen[:row] = False
+        now, chosen, held = ledger.columns, after.visible, ledger.columns.visible
+        chosen[:row], held[:row] = False, False
         before = last(after.visible[:row])
-        pos = int(after.pos[before]) + 1 if before is not None else int(now.pos[chosen.argmax()]) if chosen.any() else 0
+        pos = int(after.pos[before]) + 1 if before is not None else int(now.pos[held.argmax()]) if held.any() else 0
         wanted = after.pos.copy()
         wanted[chosen] = np.arange(pos, pos + np.count_nonzero(chosen), dtype=np.int32)
-        keep = chosen & ledger.history.alone(len(ledger)) & ~ledger.inexact() & (wanted == now.pos)
-        held, read = chosen & now.visible, chosen & ~keep
-        away = tuple(Move(ledger.live, ASIDE, p0, p1) for _, p0, p1 in now.cell_runs(held))
+        alone = ledger.history.alone(len(ledger)) & ~ledger.inexact()
+        keep = chosen & held & alone & (wanted == now.pos)
         parts = tuple(self._part(i, wanted, held, keep) for i in runs_of(chosen, wanted, keep))
-        dropped = [self._drop(CellRun(ASIDE, p0, p1), held & read) for _, p0, p1 in now.cell_runs(held & read)]
-        dropped += [self._drop_original(o) for o in ledger.originals if read[o.row]]
-        kept = tuple(o for o in ledger.originals if not read[o.row])
-        after.pos[chosen], after.cell[read] = wanted[chosen], PRIVATE
+        read, gone = chosen & ~keep, now.in_cells & ~keep
+        gone[:row] = False
+        gone &= held | read
+        dropped = [self._drop(CellRun(ASIDE, p0, p1), held & ~keep) for _, p0, p1 in now.cell_runs(held & ~keep)]
+        dropped += [self._drop(run) for run in now.cell_runs(gone & ~held)]
+        dropped += [self._drop_original(o) for o in ledger.originals if gone[o.row]]
+        kept = tuple(o for o in ledger.originals if not gone[o.row])
+        after.pos[chosen], after.cell[read], after.seq[read] = wanted[chosen], PRIVATE, ledger.live
         after.reserved[before or 0 :] = False
         plan = Plan(tuple(dropped), after, kept, tuple(runs(chosen)))
-        return Recompute(away, parts, plan, tuple(runs(read)))
+        leaving = tuple(Move(ASIDE, ledger.live, p0, p1) for _, p0, p1 in now.cell_runs(held & ~chosen))
+        return Recompute(parts, leaving, plan, tuple(runs(read)))
 
     def _part(self, rows: npt.NDArray[np.intp], wanted: npt.NDArray[np.int32], held: Flags, keep: Flags) -> Part:
         mine = np.zeros(len(held), np.bool_)

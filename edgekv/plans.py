@@ -11,7 +11,7 @@ from .columns import CellRun, Columns
 from .history import View
 from .shares import PRIVATE
 from .spans import Range
-from .steps import Drop, Own, Shift, Step
+from .steps import Drop, Move, Own, Shift, Step
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,27 @@ class Plan:
 @dataclass(frozen=True)
 class Part:
     """A stretch of a recompute: tokens to read again at ``pos``, or, with ``keep``, cells that are right as they are.
-    ``back`` brings the old cells back."""
+    ``back`` brings the old cells back from aside."""
 
     tokens: npt.NDArray[np.int32]
     pos: int
-    back: tuple[Step, ...]
+    back: tuple[Move, ...]
     keep: bool = False
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """A plan to read visible tokens again: their cells go ``away``, the parts are read in order, and ``plan`` drops
-    what is left aside. read: the ranges of rows that are read."""
+    """A plan to read visible tokens again: the old cells go aside, the parts are read in order, and ``plan`` drops
+    what is left aside. leaving: brings back cells of tokens that are not read again. read: the rows that are read."""
 
-    away: tuple[Step, ...]
     parts: tuple[Part, ...]
+    leaving: tuple[Move, ...]
     plan: Plan
     read: tuple[Range, ...]
+
+    @property
+    def away(self) -> tuple[Step, ...]:
+        return tuple(m.reverse for m in (*(m for part in self.parts for m in part.back), *self.leaving))
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -225,7 +225,7 @@ class Reader:
                 with uninterrupted():
                     if aside:
                         record.next = before
-                        self._bring_back(again.parts, finished)
+                        self._bring_back(again, finished)
                 raise
 
     def _read_part(self, part: Part) -> None:
@@ -235,15 +235,16 @@ class Reader:
         else:
             self._decode_all(self._record.live, part.pos, part.tokens)
 
-    def _bring_back(self, parts: Sequence[Part], finished: int) -> None:
+    def _bring_back(self, again: Recompute, finished: int) -> None:
         """Drop what was read again, and put the old cells back that are still aside."""
         left = self._num_read
-        for part in parts:
+        for part in again.parts:
             if not part.keep and left:
                 count = min(left, len(part.tokens))
                 self._engine.drop(self._record.live, part.pos, part.pos + count)
                 left -= count
-        for number, part in enumerate(parts):
+        self._engine.apply(again.leaving)
+        for number, part in enumerate(again.parts):
             if not (part.keep and number < finished):
                 self._engine.apply(part.back)
 

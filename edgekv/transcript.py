@@ -224,21 +224,36 @@ class Transcript:
             raise BadState("nothing to undo: no edit of this session is left in its journal")
         edit, former = newest
         began = time.perf_counter()
+        try:
+            plan, reused, prefilled = self._back(former)
+        except MaskUnsupported:
+            if not self.restarts:
+                raise
+            plan, reused, prefilled = self._back_and_recompute(former)
+        with uninterrupted():
+            self.spans.restore(former.spans)
+            self.spans.keep_only(self.ledger.places.by_index(~self.ledger.columns.where(State.DROPPED)))
+        ms = (time.perf_counter() - began) * 1e3
+        receipt = self._receipt("undo", plan, ms, reused=reused, prefilled=prefilled)
+        return self.journal.undone(replace(receipt, tokens=edit.tokens, undone=edit.verb))
+
+    def _back(self, former: Former) -> tuple[Plan, int, int]:
+        """Give tokens the states they had; returns what was done, tokens reused and tokens read."""
         plan = self.record.plan.back(former.rows(self.ledger), former.columns)
-        reused = self._num_reused(plan)
-        gone = self._gone(former)
+        reused, gone = self._num_reused(plan), self._gone(former)
         self.reader.check_room(len(gone) - plan.num_freed)
         if plan.edited or not len(gone):
             self._carry_out(plan)
-        prefilled = self._read_back(former, gone) if len(gone) else 0
-        with uninterrupted():
-            self.spans.restore(former.spans)
-            kept = ~self.ledger.columns.where(State.DROPPED)
-            self.spans.keep_only(self.ledger.places.by_index(kept))
-        ms = (time.perf_counter() - began) * 1e3
-        changed = replace(plan, edited=tuple(runs(self._flags(plan.edited) | self._rows(gone))))
-        receipt = self._receipt("undo", changed, ms, reused=reused, prefilled=prefilled)
-        return self.journal.undone(replace(receipt, tokens=edit.tokens, undone=edit.verb))
+        if len(gone):
+            self._read_back(former, gone)
+        edited = tuple(runs(self._flags(plan.edited) | self._rows(gone)))
+        return replace(plan, edited=edited), reused, len(gone)
+
+    def _back_and_recompute(self, former: Former) -> tuple[Plan, int, int]:
+        rows = former.rows(self.ledger)
+        again = self.record.plan.back_and_recompute(rows, former.columns)
+        self.reader.recompute(again, lambda: self._commit_again(again))
+        return replace(again.plan, edited=tuple(runs(self._rows(rows)))), 0, again.num_tokens
 
     def _gone(self, former: Former) -> npt.NDArray[np.int64]:
         """The rows that had cells before the edit and have none now."""
@@ -247,7 +262,7 @@ class Transcript:
             return rows[:0]
         return rows[former.columns.in_cells & ~self.ledger.columns.in_cells[rows]]
 
-    def _read_back(self, former: Former, gone: npt.NDArray[np.int64]) -> int:
+    def _read_back(self, former: Former, gone: npt.NDArray[np.int64]) -> None:
         """Read rows that have no cells again, run by run; those that were masked are masked at once."""
         rows = former.rows(self.ledger)
         masked = self._rows(rows[former.columns.where(State.MASKED)])
@@ -261,7 +276,6 @@ class Transcript:
         except BaseException:
             self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns))
             raise
-        return len(gone)
 
     def _rows(self, rows: npt.NDArray[np.int64]) -> Flags:
         flags = np.zeros(len(self.ledger), np.bool_)

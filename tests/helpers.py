@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv import Session, Settings, Span, tiny
+from edgekv import Engine, Session, Settings, Span, tiny
+from edgekv._llama import lib
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "The token is 한글 and the user said 😀,\tcafé. The quick brown fox jumps over the lazy dog."
@@ -71,3 +74,16 @@ def python(code: str, *args: str | Path, timeout: float = 60) -> subprocess.Comp
 
 
 _NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
+
+
+def cells_in_llama(engine: Engine) -> int:
+    """How many cells llama.cpp really has in use: the state begins with the architecture's name, the number of
+    streams and the number of cells (llama-context.cpp, state_write_data; llama-kv-cache.cpp, state_write)."""
+    engine.settle()
+    size = lib.llama_state_get_size(engine.ctx)
+    blob = np.empty(size, np.uint8)
+    lib.llama_state_get_data(engine.ctx, blob.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), size)
+    (length,) = struct.unpack_from("<I", blob)
+    streams, cells = struct.unpack_from("<II", blob, 4 + length)
+    assert streams == 1
+    return int(cells)

@@ -1,25 +1,25 @@
-"""Random edits against a plain-Python model of them, with an audit of llama.cpp's cells after every step.
-
-The model knows nothing of positions runs, archives or epochs: it keeps a list of tokens with their state, works out
-the layout from the one-sentence rule, and remembers for every token the set of tokens its K and V depend on.
-"""
+"""Random edits of several forks against plain-Python models of them, with an audit of llama.cpp's cells after every
+step, and now and then a restart of what is visible to compare with."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from plain import IN_CELLS, NUM_SINKS, Plain
 
-from edgekv import Model, Receipt, Session, Settings, State, errors, tiny
+from edgekv import Generation, Model, Receipt, Session, Settings, State, decode_together, errors, tiny
+from edgekv.spans import merge
+from helpers import cells_in_llama
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 PLAN = settings(
@@ -45,215 +45,38 @@ def model_of(kind: str) -> Model:
     return _MODELS[kind]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What a token's K and V come from: the tokens it saw, each in the version of then, whether behind a gap, and all
-    that those depend on."""
-
-    saw: frozenset[tuple[int, int]] = frozenset()
-    gap: bool = False
-    depends: frozenset[int] = frozenset()
+IDS = st.integers(4, 259)
+MOST_FORKS = 3
 
 
 @dataclass
-class Token:
-    id: int
-    state: State = State.VISIBLE
-    reserved: bool = False
-    reading: Reading = Reading()
-    original: Reading | None = None
-    restored: bool = False
-    version: int = 0
+class Actor:
+    """A session and the model of it."""
 
+    session: Session
+    plain: Plain
 
-@dataclass
-class Plain:
-    """The transcript, as a person would write it down."""
-
-    tokens: list[Token] = field(default_factory=list)
-
-    def visible(self) -> list[int]:
-        return [i for i, t in enumerate(self.tokens) if t.state == State.VISIBLE]
-
-    def read_now(self, index: int) -> Reading:
-        """What token ``index`` would come from if it were computed now."""
-        seen = frozenset(i for i in self.visible() if i < index)
-        saw = frozenset((i, self.tokens[i].version) for i in seen)
-        gap = any(t.reserved for t in self.tokens[:index])
-        return Reading(saw, gap, seen.union(*(self.tokens[i].reading.depends for i in seen)))
-
-    def append(self, ids: list[int]) -> None:
-        for token in ids:
-            self.tokens.append(Token(token))
-            self.tokens[-1].reading = self.read_now(len(self.tokens) - 1)
-
-    def free_tail(self) -> None:
-        last = max(self.visible(), default=-1)
-        for token in self.tokens[last + 1 :]:
-            token.reserved = False
-
-    def influenced_by(self, hidden: set[int]) -> set[int]:
-        return {i for i in self.visible() if i not in hidden and self.tokens[i].reading.depends & hidden}
-
-
-class Machine(RuleBasedStateMachine):
-    kind: ClassVar[str] = "llama"
-
-    @initialize()
-    def open(self) -> None:
-        plan = Settings(n_ctx=256, n_batch=32, kv_type="f32", flash_attention=False, n_archives=3, n_threads=1)
-        self.session = Session(model_of(self.kind), settings=plan)
-        self.plain = Plain()
-
-    def teardown(self) -> None:
-        if hasattr(self, "session"):
-            self.session.close()
-
-    # -- verbs ----------------------------------------------------------------------------------------------------
-
-    @rule(ids=st.lists(st.integers(4, 259), min_size=1, max_size=40))
-    def append(self, ids: list[int]) -> None:
-        try:
-            self.session.append(ids)
-        except errors.ContextFull:
-            assert self.free < len(ids)
-        else:
-            self.plain.append(ids)
-
-    @rule(count=st.integers(1, 6))
-    @precondition(lambda self: self.plain.visible())
-    def generate(self, count: int) -> None:
-        generation = self.session.generate(count)
-        before = self.note_reread()
-        try:
-            generation.finish()
-        except errors.ContextFull:
-            assert self.free == 0
-        self.after_reread(before)
-        self.plain.append(generation.tokens)
-
-    @rule()
-    @precondition(lambda self: self.plain.visible())
-    def look(self) -> None:
-        before = self.note_reread()
-        self.session.logits()
-        self.after_reread(before)
-
-    @rule(count=st.integers(1, 12))
-    @precondition(lambda self: self.plain.visible())
-    def score(self, count: int) -> None:
-        before = self.note_reread()
-        logits = self.session.logits()
-        self.after_reread(before)
-        try:
-            assert len(self.session.score(list(range(4, 4 + count)))) == count
-        except errors.ContextFull:
-            assert self.free < count
-        assert np.array_equal(self.session.logits(), logits)
-
-    @rule(data=st.data(), gap=st.sampled_from(["close", "keep"]), verb=st.sampled_from(["mask", "evict"]))
-    @precondition(lambda self: self.plain.tokens)
-    def hide(self, data: st.DataObject, gap: str, verb: str) -> None:
-        target = self.draw_ranges(data)
-        chosen = self.chosen(target, (State.VISIBLE,) if verb == "mask" else (State.VISIBLE, State.MASKED))
-        last = max(self.plain.visible(), default=-1)
-        cursor = self.session.stats.cursor
-        receipt = self.unless_refused(chosen, lambda: getattr(self.session, verb)(target, gap=gap, force=True))
-        if receipt is None:
-            return
-        gap = gap if self.can_shift else "keep"
-        for i in chosen:
-            token = self.plain.tokens[i]
-            if token.state == State.VISIBLE:
-                token.reserved = gap == "keep"
-            elif gap == "close":
-                token.reserved = False
-            token.state = State.MASKED if verb == "mask" else State.EVICTED
-        self.plain.free_tail()
-        self.note_restored()
-        assert receipt.tokens == len(chosen)
-        assert receipt.prefilled == 0
-        if last not in chosen and last >= 0:
-            assert self.session.stats.cursor == cursor, "the suffix moved"
-        self.check_influence(chosen, receipt.influenced)
-
-    @rule(data=st.data())
-    @precondition(lambda self: any(t.state == State.MASKED for t in self.plain.tokens))
-    def unmask(self, data: st.DataObject) -> None:
-        target = self.draw_ranges(data)
-        chosen = self.chosen(target, (State.MASKED,))
-        if self.unless_refused(chosen, lambda: self.session.unmask(target)) is None:
-            return
-        for i in chosen:
-            self.plain.tokens[i].state = State.VISIBLE
-            self.plain.tokens[i].reserved = False
-        self.plain.free_tail()
-        self.note_restored()
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.plain.tokens)
-    def rewind(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(max(0, len(self.plain.tokens) - 30), len(self.plain.tokens)))
-        self.session.rewind(index)
-        for token in self.plain.tokens[index:]:
-            token.state, token.reserved, token.original = State.DROPPED, False, None
-        self.plain.free_tail()
-
-    @rule()
-    @precondition(lambda self: self.plain.visible())
-    def recompute(self) -> None:
-        first = self.first_inexact()
-        try:
-            receipt = self.session.recompute()
-        except errors.ContextFull:
-            assert self.free < len(self.plain.visible())
-            receipt = None
-        if receipt is not None or self.can_shift:
-            for token in self.plain.tokens:
-                token.reserved = False
-        if receipt is None:
-            return
-        began = receipt.ranges[0][0] if receipt.ranges else len(self.plain.tokens)
-        assert began <= first
-        assert began == first or any(t.restored for t in self.plain.tokens)
-        again = [i for i in self.plain.visible() if i >= began]
-        assert receipt.prefilled == len(again)
-        for i in again:
-            self.plain.tokens[i].version += 1
-            self.plain.tokens[i].reading, self.plain.tokens[i].original = self.plain.read_now(i), None
-        assert self.is_exact()
-
-    def first_inexact(self) -> int:
-        """The first visible token that a restart would compute or place otherwise; the number of tokens for none."""
-        tokens = self.plain.tokens
-        hidden = {i for i, t in enumerate(tokens) if t.state in (State.MASKED, State.EVICTED)}
-        gap = False
-        for i, token in enumerate(tokens):
-            gap |= token.reserved and not self.can_shift
-            if token.state == State.VISIBLE and (
-                gap
-                or token.reading.gap
-                or token.reading.saw != self.plain.read_now(i).saw
-                or token.reading.depends & hidden
-            ):
-                return i
-        return len(tokens)
+    @property
+    def free(self) -> int:
+        return self.session.engine.cells_free
 
     # -- what the model needs to be told: that one token was read again, or its first reading came back -------------
 
     def note_reread(self) -> int | None:
         return max(self.plain.visible()) if self.session._transcript.record.needs_reread else None
 
-    def after_reread(self, index: int | None) -> None:
-        if index is None:
+    def after_reread(self, row: int | None) -> None:
+        if row is None:
             return
-        before = max((i for i in self.plain.visible() if i < index), default=None)
-        for hidden in self.plain.tokens[index if before is None else before + 1 : index]:
+        before = max((i for i in self.plain.visible() if i < row), default=None)
+        for hidden in self.plain.tokens[row if before is None else before + 1 : row]:
             hidden.reserved = False  # it is read right behind the one before it
-        token = self.plain.tokens[index]
-        if token.original is None and self.session._ledger.has_original(index):
+        token = self.plain.tokens[row]
+        if token.original is None and self.session._ledger.has_original(row):
             token.original = token.reading
-        token.reading = self.plain.read_now(index)
+        changed = {uid for uid, _ in token.reading.saw} != {uid for uid, _ in self.plain.read_now(row).saw}
+        if changed or not token.reading.alone:
+            token.reading = self.plain.read_now(row)
 
     def note_restored(self) -> None:
         for i, token in enumerate(self.plain.tokens):
@@ -263,97 +86,363 @@ class Machine(RuleBasedStateMachine):
                 token.reading, token.restored = token.original, True
             token.original = None
 
-    # -- what must hold after every step ----------------------------------------------------------------------------
-
-    @invariant()
-    def cells_are_what_the_ledger_says(self) -> None:
-        if hasattr(self, "session"):
-            self.session.audit()
-            assert self.session.engine.cells_used == self.session._ledger.num_cells
-
-    @invariant()
-    def visible_tokens_are_the_model_s(self) -> None:
-        if not hasattr(self, "session"):
-            return
-        ids = [self.plain.tokens[i].id for i in self.plain.visible()]
-        assert self.session._ledger.visible_tokens.tolist() == ids
-        states = [int(t.state) for t in self.plain.tokens]
-        assert self.session._ledger.columns.state.tolist() == states
-
-    @invariant()
-    def positions_follow_the_rule(self) -> None:
-        """Visible tokens stand in index order with exactly the reserved places between them."""
-        if not hasattr(self, "session") or not self.plain.visible():
-            return
-        pos = self.session._ledger.columns.pos
-        members = [i for i, t in enumerate(self.plain.tokens) if t.state == State.VISIBLE or t.reserved]
-        first = next(n for n, i in enumerate(members) if self.plain.tokens[i].state == State.VISIBLE)
-        start = int(pos[members[first]]) - first
-        assert start >= 0
-        for place, i in enumerate(members):
-            if self.plain.tokens[i].state == State.VISIBLE:
-                assert pos[i] == start + place
-
-    @rule()
-    @precondition(lambda self: self.plain.visible() and self.is_exact())
-    def exact_means_a_restart(self) -> None:
-        """Where every visible token saw exactly the visible tokens before it, a fresh prefill gives the same."""
+    def look(self) -> np.ndarray:
         before = self.note_reread()
         logits = self.session.logits()
         self.after_reread(before)
-        if not self.is_exact():
-            return
-        with Session(self.session.model, settings=self.session.engine.settings) as restart:
-            restart.append(self.session._ledger.visible_tokens)
-            assert np.abs(restart.logits() - logits).max() < 2e-2  # f32; hiding a token moves logits by about 1
+        return logits
 
-    def is_exact(self) -> bool:
-        visible = self.plain.visible()
-        if any(t.reserved for t in self.plain.tokens[: visible[-1]]):
-            return False
-        readings = [(self.plain.tokens[i].reading, self.plain.read_now(i)) for i in visible]
-        return all(was.saw == now.saw and not was.gap for was, now in readings)
+    # -- what must hold after every step ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        session, plain = self.session, self.plain
+        session.audit()
+        assert session.visible_tokens.tolist() == [plain.tokens[i].id for i in plain.visible()]
+        assert session._ledger.columns.state.tolist() == [int(t.state) for t in plain.tokens]
+        by_uid = sorted(plain.tokens, key=lambda t: t.uid)
+        assert session.tokens.tolist() == [t.id for t in by_uid]
+        self.check_positions()
+
+    def check_positions(self) -> None:
+        """Visible tokens stand in reading order with exactly the reserved places between them."""
+        tokens, pos = self.plain.tokens, self.session._ledger.columns.pos
+        members = [i for i, t in enumerate(tokens) if t.state == State.VISIBLE or t.reserved]
+        seen = [(place, i) for place, i in enumerate(members) if tokens[i].state == State.VISIBLE]
+        assert len({int(pos[i]) - place for place, i in seen}) <= 1
+        assert all(int(pos[i]) >= place for place, i in seen)
 
     def check_influence(self, chosen: set[int], told: int) -> None:
         """Never fewer than there are; exactly as many unless a first reading came back meanwhile."""
         really = self.plain.influenced_by(chosen)
-        found = {i for a, b in self.session.influenced_by(self.as_ranges(chosen)) for i in range(a, b)}
+        ranges = [(uid, uid + 1) for uid in sorted(self.plain.uids(chosen))]
+        found = {self.plain.row(uid) for a, b in self.session.influenced_by(ranges) for uid in range(a, b)}
         assert really <= found
         assert told == len(found)
         if not any(t.restored for t in self.plain.tokens):
             assert really == found
 
-    def unless_refused(self, chosen: set[int], edit: Callable[[], Receipt]) -> Receipt | None:
-        """The receipt of an edit, None where it was rightly refused: nothing to do, or a shift that cannot be."""
+
+class Machine(RuleBasedStateMachine):
+    kind: ClassVar[str] = "llama"
+
+    @initialize()
+    def open(self) -> None:
+        plan = Settings(
+            n_ctx=256,
+            n_batch=32,
+            kv_type="f32",
+            flash_attention=False,
+            n_archives=3,
+            n_threads=1,
+            n_sessions=MOST_FORKS,
+        )
+        session = Session(model_of(self.kind), settings=plan)
+        self.actors = [Actor(session, Plain(session.engine.can_shift))]
+
+    def teardown(self) -> None:
+        for actor in getattr(self, "actors", []):
+            actor.session.close()
+
+    def one(self, data: st.DataObject, *, visible: bool = False) -> Actor | None:
+        """One of the actors, with visible tokens where that is asked for."""
+        fit = [a for a in self.actors if a.plain.visible() or not visible]
+        return data.draw(st.sampled_from(fit)) if fit else None
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), ids=st.lists(IDS, min_size=1, max_size=40))
+    def append(self, data: st.DataObject, ids: list[int]) -> None:
+        actor = self.one(data)
+        assert actor is not None
         try:
-            return edit()
+            actor.session.append(ids)
+        except errors.ContextFull:
+            assert actor.free < len(ids)
+        else:
+            actor.plain.append(ids)
+
+    @rule(data=st.data(), ids=st.lists(IDS, min_size=1, max_size=20))
+    def append_alone(self, data: st.DataObject, ids: list[int]) -> None:
+        if (actor := self.one(data, visible=True)) is None:
+            return
+        session, plain = actor.session, actor.plain
+        target = self.draw_ranges(data, plain)
+        rows = {i for a, b in target for i in plain.rows_between(a, b)}
+        rows = {i for i in rows if plain.tokens[i].state != State.DROPPED}
+        sinks = [i for i, t in enumerate(plain.tokens) if t.state != State.DROPPED][:NUM_SINKS]
+        seen = sorted(i for i in rows.union(sinks) if plain.tokens[i].state == State.VISIBLE)
+        try:
+            session.append(ids, attend=target)
         except errors.MaskUnsupported:
-            assert not self.can_shift
-        except errors.UsageError:
-            assert not chosen
-        return None
+            assert not plain.can_shift
+        except errors.UsageError:  # some of it is not visible, or nothing is left of it
+            assert not rows or any(plain.tokens[i].state != State.VISIBLE for i in rows)
+        except errors.ContextFull:
+            assert actor.free < 2 * len(plain.tokens) + len(ids)  # what is seen may have to be copied
+        else:
+            plain.append(ids, seen)
+
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def generate(self, data: st.DataObject, count: int) -> None:
+        if (actor := self.one(data, visible=True)) is None:
+            return
+        generation = actor.session.generate(count)
+        before = actor.note_reread()
+        try:
+            generation.finish()
+        except errors.ContextFull:
+            assert actor.free == 0
+        actor.after_reread(before)
+        actor.plain.append(generation.tokens)
+
+    @rule(count=st.integers(1, 4))
+    def generate_together(self, count: int) -> None:
+        going: list[tuple[Actor, Generation, int | None]] = [
+            (a, a.session.generate(count), a.note_reread()) for a in self.actors if a.plain.visible()
+        ]
+        if not going:
+            return
+        began = [g for _, g, _ in going]
+        try:
+            for _ in decode_together(began):
+                pass
+        except errors.ContextFull:
+            assert going[0][0].free < len(going)
+        for actor, generation, before in going:
+            if generation.started:
+                actor.after_reread(before)
+            actor.plain.append(generation.tokens)
+
+    @rule(data=st.data())
+    def look(self, data: st.DataObject) -> None:
+        if (actor := self.one(data, visible=True)) is not None:
+            actor.look()
+
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def score(self, data: st.DataObject, count: int) -> None:
+        if (actor := self.one(data, visible=True)) is None:
+            return
+        logits = actor.look()
+        try:
+            assert len(actor.session.score(list(range(4, 4 + count)))) == count
+        except errors.ContextFull:
+            assert actor.free < count
+        assert np.array_equal(actor.session.logits(), logits)
+
+    # -- edits ----------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), keep=st.booleans(), verb=st.sampled_from(["mask", "evict"]))
+    def hide(self, data: st.DataObject, keep: bool, verb: str) -> None:
+        actor = self.one(data)
+        assert actor is not None
+        session, plain = actor.session, actor.plain
+        if not plain.tokens:
+            return
+        target = self.draw_ranges(data, plain)
+        chosen = self.chosen(plain, target, (State.VISIBLE,) if verb == "mask" else IN_CELLS)
+        last, cursor = max(plain.visible(), default=-1), session.stats.cursor
+        gap = "keep" if keep else "close"
+        receipt = self.unless_refused(actor, chosen, lambda: getattr(session, verb)(target, gap=gap, force=True))
+        if receipt is None:
+            return
+        plain.hide(verb, chosen, keep=keep or not plain.can_shift)
+        actor.note_restored()
+        assert (receipt.tokens, receipt.prefilled) == (len(chosen), 0)
+        if last not in chosen and last >= 0:
+            assert session.stats.cursor == cursor, "the suffix moved"
+        actor.check_influence(chosen, receipt.influenced)
+
+    @rule(data=st.data())
+    def unmask(self, data: st.DataObject) -> None:
+        actor = self.one(data)
+        assert actor is not None
+        if not any(t.state == State.MASKED for t in actor.plain.tokens):
+            return
+        target = self.draw_ranges(data, actor.plain)
+        chosen = self.chosen(actor.plain, target, (State.MASKED,))
+        if self.unless_refused(actor, chosen, lambda: actor.session.unmask(target)) is not None:
+            actor.plain.unmask(chosen)
+            actor.note_restored()
+
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        actor = self.one(data)
+        assert actor is not None
+        total = len(actor.plain.tokens)
+        uid = data.draw(st.integers(max(0, total - 30), total))
+        row = total if uid == total else actor.plain.row(uid)
+        actor.session.rewind(uid)
+        actor.plain.rewind(row)
+
+    @rule(data=st.data(), ids=st.lists(IDS, min_size=1, max_size=12))
+    def insert(self, data: st.DataObject, ids: list[int]) -> None:
+        if (actor := self.one(data, visible=True)) is None:
+            return
+        session, plain = actor.session, actor.plain
+        uid = data.draw(st.integers(0, len(plain.tokens)))
+        row = len(plain.tokens) if uid == len(plain.tokens) else plain.row(uid)
+        try:
+            receipt = session.insert(uid, ids)
+        except errors.PinnedTokens:
+            assert not any(i < row for i in plain.visible())
+        except errors.MaskUnsupported:
+            assert not plain.can_shift
+        except errors.ContextFull:
+            assert actor.free < len(ids) + self.most_copies(actor)
+        else:
+            plain.insert(row, ids)
+            assert receipt.span is not None
+            assert (receipt.tokens, receipt.prefilled, len(receipt.span)) == (len(ids),) * 3
+
+    @rule(data=st.data(), ids=st.lists(IDS, min_size=1, max_size=30))
+    def replace(self, data: st.DataObject, ids: list[int]) -> None:
+        if (actor := self.one(data, visible=True)) is None:
+            return
+        session, plain = actor.session, actor.plain
+        target = self.draw_ranges(data, plain)
+        chosen = self.chosen(plain, target, (State.VISIBLE,))
+        receipt = self.unless_refused(actor, chosen, lambda: session.replace(target, ids), len(ids))
+        if receipt is not None:
+            assert (receipt.tokens, receipt.prefilled) == (len(chosen), len(ids))
+            plain.insert(min(chosen), ids, chosen)
+            actor.note_restored()
+
+    @rule(data=st.data())
+    def undo(self, data: st.DataObject) -> None:
+        actor = self.one(data)
+        assert actor is not None
+        if not actor.plain.edits:
+            with pytest.raises(errors.BadState):
+                actor.session.undo()
+            return
+        edit, reads = actor.plain.edits[-1], len(actor.plain.to_read())
+        receipt = self.unless_refused(actor, {0}, actor.session.undo, reads)
+        if receipt is None:
+            return
+        assert (receipt.undone, receipt.prefilled) == (edit.verb, reads)
+        actor.plain.undo()
+        actor.note_restored()
+
+    @rule(data=st.data())
+    def recompute(self, data: st.DataObject) -> None:
+        if (actor := self.one(data, visible=True)) is None:
+            return
+        plain = actor.plain
+        try:
+            receipt = actor.session.recompute()
+        except errors.ContextFull:
+            assert actor.free < len(plain.visible()) + self.most_copies(actor)
+            receipt = None
+        if plain.can_shift and not any(t.reserved for t in self.ledger_reserved(actor)):
+            for token in plain.tokens:
+                token.reserved = False
+        if receipt is None:
+            return
+        first = plain.first_inexact()
+        for token in plain.tokens[max((i for i in plain.visible() if i < first), default=0) :]:
+            token.reserved = False
+        read = {plain.row(uid) for a, b in receipt.ranges for uid in range(a, b)}
+        began = min(read, default=len(plain.tokens))
+        assert began <= first
+        assert began == first or any(t.restored for t in plain.tokens)
+        again = [i for i in plain.visible() if i >= began and not plain.is_right_alone(i)]
+        assert sorted(read) == again or any(t.restored for t in plain.tokens)
+        assert receipt.prefilled == len(read)
+        plain.read_again(sorted(read))
+        assert plain.first_inexact() == len(plain.tokens)
+
+    def ledger_reserved(self, actor: Actor) -> list[Any]:
+        return [t for t, r in zip(actor.plain.tokens, actor.session._ledger.columns.reserved, strict=True) if r]
+
+    @rule(data=st.data())
+    def compact(self, data: st.DataObject) -> None:
+        actor = self.one(data)
+        assert actor is not None
+        receipt = actor.session.compact()
+        assert receipt.tokens == actor.session.engine.cells_used
+        assert actor.session.stats.compact_saves == 0
+
+    # -- forks ----------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        actor = self.one(data)
+        assert actor is not None
+        if len(self.actors) == MOST_FORKS:
+            with pytest.raises(errors.UsageError, match="n_sessions"):
+                actor.session.fork()
+            return
+        used = actor.session.engine.cells_used
+        self.actors.append(Actor(actor.session.fork(), actor.plain.fork()))
+        assert actor.session.engine.cells_used == used
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.actors) > 1)
+    def close(self, data: st.DataObject) -> None:
+        actor = self.one(data)
+        assert actor is not None
+        self.actors.remove(actor)
+        actor.session.close()
+
+    # -- what must hold after every step ----------------------------------------------------------------------------
+
+    @invariant()
+    def all_is_as_the_models_say(self) -> None:
+        for actor in getattr(self, "actors", []):
+            actor.check()
+
+    @invariant()
+    def cells_are_counted_rightly(self) -> None:
+        if hasattr(self, "actors"):
+            engine = self.actors[0].session.engine
+            assert engine.cells_used == cells_in_llama(engine)
+            if len(self.actors) == 1:
+                assert engine.cells_used == self.actors[0].session.stats.cells_used
+
+    @rule(data=st.data())
+    def exact_means_a_restart(self, data: st.DataObject) -> None:
+        """Where every visible token saw exactly the visible tokens before it, a fresh prefill gives the same."""
+        exact = [a for a in self.actors if a.plain.is_exact()]
+        if not exact:
+            return
+        actor = data.draw(st.sampled_from(exact))
+        logits = actor.look()
+        if not actor.plain.is_exact():
+            return
+        with Session(actor.session.model, settings=actor.session.engine.settings) as restart:
+            restart.append(actor.session.visible_tokens)
+            assert np.abs(restart.logits() - logits).max() < 2e-2  # f32; hiding a token moves logits by about 1
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    @property
-    def can_shift(self) -> bool:
-        return self.session.engine.can_shift
+    def most_copies(self, actor: Actor) -> int:
+        """How many cells an edit may have to copy first."""
+        return 0 if len(self.actors) == 1 else len(actor.plain.tokens)
 
-    @property
-    def free(self) -> int:
-        return self.session.engine.cells_free
+    def unless_refused(
+        self, actor: Actor, chosen: set[int], edit: Callable[[], Receipt], reads: int = 0
+    ) -> Receipt | None:
+        """The receipt of an edit, None where it was rightly refused: nothing to do, no shift, or no room."""
+        try:
+            return edit()
+        except errors.MaskUnsupported:
+            assert not actor.plain.can_shift
+        except errors.UsageError:
+            assert not chosen
+        except errors.ContextFull:
+            assert actor.free < reads + self.most_copies(actor)
+        return None
 
-    def draw_ranges(self, data: st.DataObject) -> list[tuple[int, int]]:
-        total = len(self.plain.tokens)
+    @staticmethod
+    def draw_ranges(data: st.DataObject, plain: Plain) -> list[tuple[int, int]]:
+        total = len(plain.tokens)
         starts = data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=3))
         return [(a, min(total, a + data.draw(st.integers(1, 30)))) for a in starts]
 
-    def chosen(self, ranges: list[tuple[int, int]], states: tuple[State, ...]) -> set[int]:
-        return {i for a, b in ranges for i in range(a, b) if self.plain.tokens[i].state in states}
-
     @staticmethod
-    def as_ranges(indexes: set[int]) -> list[tuple[int, int]]:
-        return [(i, i + 1) for i in sorted(indexes)]
+    def chosen(plain: Plain, ranges: list[tuple[int, int]], states: tuple[State, ...]) -> set[int]:
+        rows = {i for a, b in merge(ranges) for i in plain.rows_between(a, b)}
+        return {i for i in rows if plain.tokens[i].state in states}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "yarn", "mrope"])
