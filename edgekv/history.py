@@ -102,13 +102,20 @@ class History:
                 return clip(epoch.hidden, row)
         return ()
 
-    def alone(self, length: int) -> npt.NDArray[np.bool_]:
-        """bool (length,): tokens whose present K and V were read in isolation."""
-        flags = np.zeros(length, np.bool_)
-        for epoch in self.epochs:
+    def still_alone(self, right: npt.NDArray[np.bool_], from_row: int) -> npt.NDArray[np.bool_]:
+        """bool (n,): the isolated tokens that stay as they are when ``right`` tells those that are right, and the
+        others from ``from_row`` on are read again: nothing they saw is."""
+        number_of = np.full(len(right), -1)
+        for number, epoch in enumerate(self.epochs):
             for start, stop in epoch.computed:
-                flags[start:stop] = epoch.alone
-        return flags
+                number_of[start:stop] = number if epoch.alone else -1
+        keep = (number_of >= 0) & right
+        read = ~keep & (np.arange(len(right)) >= from_row)
+        for row in np.flatnonzero(keep):
+            seen = _seen(self.epochs[number_of[row]].hidden, int(row))
+            if (seen & read[:row]).any():
+                keep[row], read[row] = False, True
+        return keep
 
     def otherwise(self, view: View, length: int) -> npt.NDArray[np.bool_]:
         """bool (length,): tokens that a fresh prefill under ``view`` would compute otherwise: they were computed under
@@ -132,8 +139,8 @@ class History:
         for number, epoch in enumerate(self.epochs):
             for start, stop in epoch.computed if epoch.alone else ():
                 mine = np.flatnonzero(when[start:stop] == number) + start
-                seen = redone[:stop][_seen(epoch.hidden, stop)]
-                newest[mine] = seen.max(initial=-1)
+                seen = np.where(_seen(epoch.hidden, stop), redone[:stop], -1)
+                newest[mine] = np.maximum.accumulate(seen)[mine]
         return differs | (newest > when)
 
     def truncate(self, stop: int) -> None:

@@ -281,8 +281,8 @@ class Planner:
         pos = int(after.pos[before]) + 1 if before is not None else int(now.pos[held.argmax()]) if held.any() else 0
         wanted = after.pos.copy()
         wanted[chosen] = np.arange(pos, pos + np.count_nonzero(chosen), dtype=np.int32)
-        alone = ledger.history.alone(len(ledger)) & ~ledger.inexact()
-        keep = chosen & held & alone & (wanted == now.pos)
+        right = chosen & held & ~ledger.inexact() & (wanted == now.pos)
+        keep = ledger.history.still_alone(right, row)
         parts = tuple(self._part(i, wanted, held, keep) for i in runs_of(chosen, wanted, keep))
         read, gone = chosen & ~keep, now.in_cells & ~keep
         gone[:row] = False

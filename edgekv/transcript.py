@@ -242,10 +242,14 @@ class Transcript:
         plan = self.record.plan.back(former.rows(self.ledger), former.columns)
         reused, gone = self._num_reused(plan), self._gone(former)
         self.reader.check_room(len(gone) - plan.num_freed)
+        before = Former.of(self.ledger, self._rows(former.rows(self.ledger)), ())
         if plan.edited or not len(gone):
             self._carry_out(plan)
-        if len(gone):
+        try:
             self._read_back(former, gone)
+        except BaseException:
+            self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns))
+            raise
         edited = tuple(runs(self._flags(plan.edited) | self._rows(gone)))
         return replace(plan, edited=edited), reused, len(gone)
 
@@ -265,17 +269,11 @@ class Transcript:
     def _read_back(self, former: Former, gone: npt.NDArray[np.int64]) -> None:
         """Read rows that have no cells again, run by run; those that were masked are masked at once."""
         rows = former.rows(self.ledger)
-        masked = self._rows(rows[former.columns.where(State.MASKED)])
-        missing = self._rows(gone)
-        before = Former.of(self.ledger, missing, ())
-        try:
-            for part in (*runs(missing & ~masked), *runs(missing & masked)):
-                self.reader.arrive(self.record.plan.read_back(part), lambda: None)
-                if masked[part[0]]:
-                    self._carry_out(self.record.plan.back(rows, former.columns))
-        except BaseException:
-            self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns))
-            raise
+        masked, missing = self._rows(rows[former.columns.where(State.MASKED)]), self._rows(gone)
+        for part in (*runs(missing & ~masked), *runs(missing & masked)):
+            self.reader.arrive(self.record.plan.read_back(part), lambda: None)
+            if masked[part[0]]:
+                self._carry_out(self.record.plan.back(rows, former.columns))
 
     def _rows(self, rows: npt.NDArray[np.int64]) -> Flags:
         flags = np.zeros(len(self.ledger), np.bool_)

@@ -131,6 +131,16 @@ class Plain:
             rows = None if seen is None else [*seen, *range(row, at)]
             self.tokens[at].reading = self.read_now(at, rows, alone=seen is not None)
 
+    def recompute(self, began: int, told: Sequence[int] | None) -> list[int]:
+        """Read the visible tokens from row ``began`` on, or those ``told``; isolated ones that are right are left."""
+        rows = [i for i in self.visible() if i >= began]
+        again = []
+        for row in rows:
+            if row in told if told is not None else not self.is_right_alone(row):
+                again.append(row)
+                self.read_again([row])
+        return again
+
     def read_again(self, rows: Iterable[int]) -> None:
         for row in rows:
             token = self.tokens[row]
