@@ -82,6 +82,10 @@ class Columns:
         both = zip(self._all, new._all, strict=True)
         return Columns(*(np.concatenate([old[:row], more, old[row:]]) for old, more in both))
 
+    def without(self, row: int, stop: int) -> Columns:
+        """The rows but those in [row, stop)."""
+        return Columns(*(np.concatenate([column[:row], column[stop:]]) for column in self._all))
+
     def grown(self, size: int) -> Columns:
         """The same rows with room for ``size``."""
         more = Columns.empty(size)

@@ -78,6 +78,11 @@ class Journal:
             self._undo.append((receipt, functools.reduce(Former.and_, reversed(formers))))
         return receipt
 
+    def forget(self, number: int) -> None:
+        """The newest receipts are of edits that came to nothing."""
+        for _ in range(number):
+            self._receipts.pop()
+
     def newest(self) -> tuple[Receipt, Former] | None:
         return self._undo[-1] if self._undo else None
 

@@ -202,9 +202,16 @@ class Planner:
         possible = after.in_cells[rows] | ~had_cells if self._ledger.has_cells else np.ones(len(rows), np.bool_)
         after.state[rows[possible]] = former.state[possible]
         after.reserved[rows[possible]] = former.reserved[possible]
-        if not self._ledger.can_shift:  # a gap stays where a text is dropped
-            after.reserved[rows] |= former.where(State.DROPPED) & self._ledger.columns.visible[rows]
+        self._keep_places(after, rows)
         return self.change(after)
+
+    def _keep_places(self, after: Columns, rows: npt.NDArray[np.int64]) -> None:
+        """Where nothing can be shifted, the place of a text that is dropped stays empty unless others come there."""
+        now = self._ledger.columns
+        places = np.count_nonzero((after.visible | after.reserved)[rows]) - np.count_nonzero(now.reserved[rows])
+        dropped = now.visible[rows] & after.where(State.DROPPED)[rows]
+        if not self._ledger.can_shift and places < np.count_nonzero(now.visible[rows]):
+            after.reserved[rows[dropped]] = True
 
     def read_back(self, rows: Range) -> Arrival:
         """Read evicted or dropped tokens again, where they stand."""

@@ -327,6 +327,8 @@ class Reader:
             raise NoLogits("there is no distribution yet: append something first")
         if not self._record.needs_reread:
             return
+        if not self._ledger.has_cells:
+            return self.restart(self._ledger.visible_tokens, lambda: None)
         changed = self._ledger.history.view_of(last) != clip(self._ledger.view, last)
         self._reread(self._plan_reread(keep=changed and self._engine.cells_free > 0), changed)
         self._record.tally.read_again()

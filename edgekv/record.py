@@ -94,7 +94,8 @@ class Record:
         """Tokens from ``row`` on were dropped."""
         self.spans.keep_only(self.ledger.places.by_index(~self.ledger.columns.where(State.DROPPED)))
         self.ledger.history.truncate(row)
-        self.next.clear()
+        if self.ledger.has_cells:  # else all was read again
+            self.next.clear()
 
     def restore_logits(self) -> None:
         """Where the first reading of the last token is visible again, its logits are, too."""

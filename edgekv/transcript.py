@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._llama import uninterrupted
-from .columns import Flags, State
+from .columns import Columns, Flags, State
 from .engine import Engine
 from .errors import BadState, ContextFull, MaskUnsupported
 from .journal import Former, Journal
@@ -68,7 +68,7 @@ class Transcript:
     def _edit(self, verb: str, plan: Plan, notes: tuple[str, ...] = ()) -> Receipt:
         """Carry a plan out, commit it, and say what it did. Raises SessionBroken when it fails half way."""
         began = time.perf_counter()
-        former = Former.of(self.ledger, self._flags(plan.edited), self.spans.ordered())
+        former = Former.of(self.ledger, self._changed(plan.after), self.spans.ordered())
         reused = self._num_reused(plan)
         self._carry_out(plan, rewound=verb == "rewind")
         self.record.tally.reused += reused
@@ -132,6 +132,7 @@ class Transcript:
             inserted = self._insert_and_recompute(row, tokens, register)
         except BaseException:
             self.undo()
+            self.journal.forget(2)
             raise
         return self.journal.merge(2, replace(inserted, verb="replace", tokens=masked.tokens, ranges=masked.ranges))
 
@@ -142,22 +143,20 @@ class Transcript:
 
     def _arrive(self, verb: str, arrival: Arrival, register: Callable[[Range], Span]) -> Receipt:
         began = time.perf_counter()
-        hidden = self._hidden_by(arrival)
-        spans = self.spans.ordered()
+        spans, left = self.spans.ordered(), arrival.plan.after.without(arrival.row, arrival.stop)
         new = (len(self.ledger), len(self.ledger) + len(arrival.tokens))
-        former = Former.of(self.ledger, hidden, spans).and_(Former.none(new, spans))
-        reused = int(np.count_nonzero(self.ledger.columns.visible[arrival.row :] & ~hidden[arrival.row :]))
+        former = Former.of(self.ledger, self._changed(left), spans).and_(Former.none(new, spans))
+        reused = int(np.count_nonzero((self.ledger.columns.visible & left.visible)[arrival.row :]))
         span = self.reader.arrive(arrival, lambda: register(new))
         ms = (time.perf_counter() - began) * 1e3
         self.record.tally.reused += reused
         receipt = self._receipt(verb, arrival.plan, ms, reused=reused, span=span, prefilled=len(arrival.tokens))
         return self.journal.add(receipt, former)
 
-    def _hidden_by(self, arrival: Arrival) -> Flags:
-        """The rows, as they are now, that the arrival hides."""
-        visible = arrival.plan.after.visible
-        left = np.concatenate([visible[: arrival.row], visible[arrival.stop :]])
-        return np.asarray(self.ledger.columns.visible & ~left)
+    def _changed(self, after: Columns) -> Flags:
+        """The rows whose state or reserved place is another one afterwards."""
+        now = self.ledger.columns
+        return np.asarray((now.state != after.state) | (now.reserved != after.reserved))
 
     def _insert_and_recompute(self, row: int, tokens: TokenArray, register: Callable[[Range], Span]) -> Receipt:
         """Where the suffix cannot move: new tokens and all visible ones behind them are read."""

@@ -6,8 +6,9 @@ token remembers which tokens its K and V came from.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from edgekv import State
@@ -154,48 +155,56 @@ class Plain:
         for token in self.tokens[last + 1 :]:
             token.reserved = False
 
-    def note(self, verb: str, rows: Iterable[int]) -> None:
-        former = {self.tokens[i].uid: (self.tokens[i].state, self.tokens[i].reserved) for i in rows}
-        self.edits.append(Undo(verb, former))
+    @contextlib.contextmanager
+    def noted(self, verb: str) -> Iterator[None]:
+        """What the block changes can be undone."""
+        before = {t.uid: (t.state, t.reserved) for t in self.tokens}
+        yield
+        self.free_tail()
+        now = {t.uid: (t.state, t.reserved) for t in self.tokens}
+        gone = (State.DROPPED, False)
+        self.edits.append(Undo(verb, {u: before.get(u, gone) for u in now if before.get(u) != now[u]}))
 
     def hide(self, verb: str, rows: set[int], *, keep: bool) -> None:
-        self.note(verb, rows)
-        for row in rows:
-            token = self.tokens[row]
-            if token.state == State.VISIBLE:
-                token.reserved = keep
-            elif not keep:
-                token.reserved = False
-            token.state = State.MASKED if verb == "mask" else State.EVICTED
-        self.free_tail()
+        with self.noted(verb):
+            for row in rows:
+                token = self.tokens[row]
+                if token.state == State.VISIBLE:
+                    token.reserved = keep
+                elif not keep:
+                    token.reserved = False
+                token.state = State.MASKED if verb == "mask" else State.EVICTED
 
     def unmask(self, rows: set[int]) -> None:
-        self.note("unmask", rows)
-        for row in rows:
-            self.tokens[row].state, self.tokens[row].reserved = State.VISIBLE, False
-        self.free_tail()
+        with self.noted("unmask"):
+            for row in rows:
+                self.tokens[row].state, self.tokens[row].reserved = State.VISIBLE, False
 
     def rewind(self, row: int) -> None:
-        rows = [i for i in range(row, len(self.tokens)) if self.tokens[i].state != State.DROPPED]
-        self.note("rewind", rows)
-        for token in self.tokens[row:]:
-            token.state, token.reserved, token.original = State.DROPPED, False, None
-        self.free_tail()
+        with self.noted("rewind"):
+            for token in self.tokens[row:]:
+                token.state, token.reserved, token.original = State.DROPPED, False, None
 
     def insert(self, row: int, ids: Sequence[int], hidden: set[int] | None = None) -> None:
         """Insert, or replace ``hidden``: hidden tokens right behind that keep their place give it to the new ones."""
-        gone = hidden or set()
-        self.note("replace" if gone else "insert", gone)
-        for i in gone:
-            self.tokens[i].state, self.tokens[i].reserved = State.MASKED, not self.can_shift
-        behind = row
-        while behind < min(len(self.tokens), row + len(ids)) and self.tokens[behind].reserved:
-            self.tokens[behind].reserved = False
-            behind += 1
-        new = range(len(self.tokens), len(self.tokens) + len(ids))
-        self.place(row, ids)
-        self.edits[-1].former.update(dict.fromkeys(new, (State.DROPPED, False)))
-        self.free_tail()
+        with self.noted("replace" if hidden else "insert"):
+            for i in hidden or ():
+                self.tokens[i].state, self.tokens[i].reserved = State.MASKED, not self.can_shift
+            behind = row
+            while behind < min(len(self.tokens), row + len(ids)) and self.tokens[behind].reserved:
+                self.tokens[behind].reserved = False
+                behind += 1
+            self.place(row, ids)
+
+    def keep_places(self, former: dict[int, tuple[State, bool]], before: dict[int, tuple[State, bool]]) -> None:
+        """Where nothing can move, dropped tokens leave a gap unless as many others take their places."""
+        mine = [t for t in self.tokens if t.uid in former]
+        taken = sum(t.state == State.VISIBLE or t.reserved for t in mine)
+        if self.can_shift or taken >= sum(s == State.VISIBLE or r for s, r in before.values()):
+            return
+        for token in mine:
+            if token.state == State.DROPPED and before[token.uid][0] == State.VISIBLE:
+                token.reserved = True
 
     def to_read(self) -> list[int]:
         """The rows that an undo would have to read."""
@@ -206,12 +215,12 @@ class Plain:
     def undo(self) -> None:
         to_read = self.to_read()
         former = self.edits.pop().former
+        before = {t.uid: (t.state, t.reserved) for t in self.tokens if t.uid in former}
         for row, token in enumerate(self.tokens):
             if token.uid not in former or row in to_read:
                 continue
-            state, reserved = former[token.uid]
-            gap = not self.can_shift and state == State.DROPPED and token.state == State.VISIBLE
-            token.state, token.reserved = state, reserved or gap
+            token.state, token.reserved = former[token.uid]
+        self.keep_places(former, before)
         self.free_tail()
         masked = [i for i in to_read if former[self.tokens[i].uid][0] == State.MASKED]
         for run in (*_runs([i for i in to_read if i not in masked]), *_runs(masked)):

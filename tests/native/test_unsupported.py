@@ -1,0 +1,215 @@
+"""on_unsupported="recompute": what a memory cannot do is done by reading again, and the receipt says so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgekv import Model, Session, State, errors
+from helpers import EXACT, look, some_tokens
+
+TinyPath = Callable[..., Path]
+SIZES = {"head": 20, "middle": 50, "tail": 30}
+SETTINGS = replace(EXACT, n_batch=32)
+
+
+def fill(session: Session) -> Session:
+    for name, size in SIZES.items():
+        session.append(some_tokens(size, size), name=name)
+    return session
+
+
+@pytest.fixture(params=["mamba", "lfm2"])
+def state(request: pytest.FixtureRequest, tiny_path: TinyPath) -> Iterator[Session]:
+    with Session(tiny_path(request.param), settings=SETTINGS, on_unsupported="recompute") as session:
+        yield fill(session)
+
+
+@pytest.fixture(params=["yarn", "mrope"])
+def fixed(request: pytest.FixtureRequest, tiny_path: TinyPath) -> Iterator[Session]:
+    with Session(tiny_path(request.param), settings=SETTINGS, on_unsupported="recompute") as session:
+        yield fill(session)
+
+
+def check_restart(session: Session) -> None:
+    """The session equals a fresh prefill of what it shows."""
+    look(session)
+    with Session(session.model, settings=session.engine.settings) as restart:
+        restart.append(session.visible_tokens)
+        assert np.abs(restart.logits() - session.logits()).max() < 1e-3
+
+
+def test_every_edit_of_a_state_is_a_restart(state: Session) -> None:
+    receipt = state.mask("middle")
+    assert (receipt.prefilled, receipt.influenced, receipt.exact) == (50, 0, True)
+    assert "read again from the start" in str(receipt)
+    assert state.states(state.span("middle")) == {State.EVICTED: 50}  # no cell waits anywhere
+    check_restart(state)
+    assert state.unmask("middle").prefilled == 100
+    check_restart(state)
+    with state.masked("middle"):
+        check_restart(state)
+    check_restart(state)
+    assert state.insert(70, some_tokens(5, 1), name="new").prefilled == 105
+    check_restart(state)
+    assert state.replace("middle", some_tokens(5, 2)).prefilled == 60
+    check_restart(state)
+    assert state.evict("tail").prefilled == 30
+    check_restart(state)
+    state.undo()
+    check_restart(state)
+    assert state.recompute().prefilled == 0
+    assert state.rewind("tail").prefilled == 30
+    check_restart(state)
+    while True:
+        try:
+            state.undo()
+        except errors.BadState:
+            break
+        check_restart(state)
+    assert state.visible_tokens.tolist() == [t for n in SIZES.values() for t in some_tokens(n, n)]
+    state.append(some_tokens(5))
+    state.generate(3).finish()
+    check_restart(state)
+
+
+def test_all_may_be_hidden(state: Session) -> None:
+    assert state.mask((0, 100), force=True).prefilled == 0
+    look(state)
+    with pytest.raises(errors.NoLogits):
+        state.logits()
+    state.unmask("head")
+    check_restart(state)
+
+
+def test_what_stays_impossible_says_so(state: Session) -> None:
+    before = look(state)
+    with pytest.raises(errors.MaskUnsupported, match="isolated"):
+        state.append("a", attend="head")
+    with pytest.raises(errors.PinnedTokens):
+        state.mask("head")
+    assert look(state) == before
+
+
+def test_a_fork_has_a_state_of_its_own(state: Session) -> None:
+    logits = state.logits()
+    with state.fork() as fork:
+        fork.mask("middle")
+        check_restart(fork)
+        np.testing.assert_array_equal(state.logits(), logits)
+        state.append(some_tokens(3))
+        for s in (state, fork):
+            check_restart(s)
+    assert state.engine.cells_used == state.stats.cells_used
+
+
+def test_an_interrupted_restart_never_happened(state: Session) -> None:
+    def stop(done: int, _total: int) -> None:
+        if done >= 32:
+            raise KeyboardInterrupt
+
+    before, logits = look(state), state.logits()
+    state.progress = stop
+    for edit in (lambda: state.mask("middle"), lambda: state.insert(30, "abc"), lambda: state.rewind("tail")):
+        with pytest.raises(KeyboardInterrupt):
+            edit()
+    state.progress = None
+    assert look(state) == before
+    np.testing.assert_array_equal(state.logits(), logits)
+    check_restart(state)
+
+
+def test_without_room_nothing_changes(tiny_path: TinyPath) -> None:
+    with Session(tiny_path("lfm2"), settings=replace(SETTINGS, n_ctx=256), on_unsupported="recompute") as session:
+        fill(session).append(some_tokens(50), name="rest")
+        before = look(session)
+        with pytest.raises(errors.ContextFull):  # the old ones stay until the new ones are read
+            session.mask("head", force=True)
+        assert look(session) == before
+        session.mask("rest")
+
+
+def test_an_insert_that_cannot_move_the_suffix_reads_it(fixed: Session) -> None:
+    receipt = fixed.insert(70, some_tokens(10, 1), name="new")
+    assert (receipt.tokens, receipt.prefilled, receipt.unaware) == (10, 40, 0)
+    assert "was read again" in str(receipt)
+    check_restart(fixed)
+    fixed.undo()
+    assert fixed.visible_tokens.tolist() == [t for n in SIZES.values() for t in some_tokens(n, n)]
+    fixed.recompute()
+    check_restart(fixed)
+
+
+def test_a_longer_text_is_read_with_all_behind_it(fixed: Session) -> None:
+    receipt = fixed.replace("middle", some_tokens(60, 1), name="new")
+    assert (receipt.verb, receipt.tokens, receipt.prefilled) == ("replace", 50, 90)
+    check_restart(fixed)
+    assert [r.verb for r in fixed.history] == ["replace"]
+    receipt = fixed.undo()
+    assert (receipt.undone, receipt.prefilled) == ("replace", 80)
+    check_restart(fixed)
+    assert [s.name for s in fixed.spans] == list(SIZES)
+
+
+def test_an_interrupted_replace_never_happened(fixed: Session) -> None:
+    def stop(done: int, _total: int) -> None:
+        if done >= 32:
+            raise KeyboardInterrupt
+
+    before, logits = look(fixed), fixed.logits()
+    fixed.progress = stop
+    with pytest.raises(KeyboardInterrupt):
+        fixed.replace("middle", some_tokens(60, 1))
+    fixed.progress = None
+    assert look(fixed) == before
+    np.testing.assert_array_equal(fixed.logits(), logits)
+    assert fixed.history == ()
+
+
+def test_the_answers_are_two(tiny_path: TinyPath) -> None:
+    with pytest.raises(errors.UsageError, match="on_unsupported"):
+        Session(tiny_path(), on_unsupported="restart")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    from edgekv import tiny
+
+    folder = tmp_path_factory.mktemp("states")
+    return {kind: Model(tiny.write(folder / f"{kind}.gguf", kind)) for kind in ("mamba", "lfm2")}
+
+
+VERBS: dict[str, Callable[[Session, int, int], object]] = {
+    "append": lambda s, start, length: s.append(some_tokens(length, start)),
+    "mask": lambda s, start, length: s.mask((start, min(start + length, len(s.tokens))), force=True),
+    "unmask": lambda s, start, length: s.unmask((start, min(start + length, len(s.tokens)))),
+    "evict": lambda s, start, length: s.evict((start, min(start + length, len(s.tokens))), force=True),
+    "rewind": lambda s, start, _length: s.rewind(start),
+    "insert": lambda s, start, length: s.insert(start, some_tokens(length, start)),
+    "replace": lambda s, start, length: s.replace((start, min(start + length, len(s.tokens))), some_tokens(length)),
+    "undo": lambda s, _start, _length: s.undo(),
+    "generate": lambda s, _start, length: s.generate(length % 4).finish(),
+}
+EDIT = st.tuples(st.sampled_from(sorted(VERBS)), st.integers(0, 80), st.integers(1, 20))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(edits=st.lists(EDIT, min_size=1, max_size=12))
+def test_random_edits_of_a_state(models: dict[str, Model], kind: str, edits: list[tuple[str, int, int]]) -> None:
+    with Session(models[kind], settings=SETTINGS, on_unsupported="recompute") as session:
+        session.append(some_tokens(30))
+        for verb, start, length in edits:
+            with contextlib.suppress(errors.UsageError, errors.NoLogits):
+                VERBS[verb](session, start, length)
+            session.audit()
+            assert session.engine.cells_used == session.stats.cells_used
+        if len(session.visible_tokens):
+            check_restart(session)
