@@ -21,7 +21,7 @@ from .steps import Move, Shift, Step
 
 Positions = npt.NDArray[np.int32]
 
-REBASE_AT: Final = 1 << 16
+REBASE_AT: Final = 1 << 17
 
 
 def wanted_positions(columns: Columns, anchors: Flags, *, rebase: bool = True) -> Positions:
