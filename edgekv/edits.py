@@ -49,10 +49,11 @@ class Edits(Base):
         Masked is not forgotten: visible tokens computed while the target was visible carry what they took from it;
         the receipt counts them. No cell and no RAM is freed.
 
-        Cost: no token read; native metadata, and one rotation of K at the next decode when a gap was closed. Cells
-        that a fork holds too are copied before they move. Guarantees: what is read next does not see the target.
-        Raises MaskUnsupported, BadState, PinnedTokens, UnknownSpan, ContextFull (no room for copies); then nothing
-        has changed.
+        Cost: no token is read; K is rotated once at the next decode when a gap was closed. Cells that a fork holds
+        too are copied before they move.
+        Guarantees: what is read next does not see the target.
+        Raises MaskUnsupported, BadState, PinnedTokens, UnknownSpan, UsageError, ContextFull (no room for copies);
+        then nothing has changed.
         """
         if then not in ("none", "recompute", "auto"):
             raise UsageError(f"then is 'none', 'recompute' or 'auto', not {then!r}")
@@ -67,23 +68,27 @@ class Edits(Base):
 
     @verb
     def unmask(self, target: Target) -> Receipt:
-        """Show masked tokens again where they belong, without reading them. Bit-exact where no position moved.
+        """Show masked tokens again where they belong.
 
         The receipt counts the visible tokens that were read meanwhile, which did not see them.
 
-        Cost: as :meth:`mask`. Guarantees: the K and V are those from before the mask. Raises BadState (nothing masked
-        there), UnknownSpan, MaskUnsupported, ContextFull (no room for copies); then nothing has changed.
+        Cost: no token is read; otherwise as :meth:`mask`.
+        Guarantees: their K and V are those from before; bit-exact where no position moved.
+        Raises BadState (nothing masked there), UnknownSpan, UsageError, MaskUnsupported, ContextFull (no room for
+        copies); then nothing has changed.
         """
         self._need_mask()
         return self._transcript.unmask(self._spans.resolve(target))
 
     @verb
     def evict(self, target: Target, *, gap: str = "close", force: bool = False) -> Receipt:
-        """Mask for good: the cells are freed, the text stays known, and coming back means reading it again.
+        """Mask for good and free the cells; the text stays known, and coming back means reading it again.
 
         Takes visible and masked tokens. Cells that a fork holds too are free only when the fork has let go of them.
 
-        Cost, guarantees and errors as :meth:`mask`.
+        Cost: no token is read; otherwise as :meth:`mask`.
+        Guarantees: what is read next does not see the target.
+        Raises as :meth:`mask`.
         """
         ranges = self._spans.resolve(target)
         return self._transcript.evict(ranges, self._hiding(gap, force=force))
@@ -92,8 +97,9 @@ class Edits(Base):
     def rewind(self, target: int | Target) -> Receipt:
         """Drop everything from an index, or from the start of a span, on; hidden tokens there too.
 
-        Cost: no token read; one is read again before the next is sampled. Guarantees: exact; what is left is as if
-        the rest had never been read. Raises UsageError, UnknownSpan, MaskUnsupported; then nothing has changed.
+        Cost: no token is read; one is read again before the next is sampled.
+        Guarantees: exact; what is left is as if the rest had never been read.
+        Raises UsageError, UnknownSpan, MaskUnsupported; then nothing has changed.
         """
         if not self.model.capabilities.rewind and not self._transcript.restarts:
             raise MaskUnsupported(self.model.capabilities.rewind.reason)
@@ -115,7 +121,9 @@ class Edits(Base):
     def masked(self, target: Target, *, gap: str = "close", force: bool = False) -> Iterator[Receipt]:
         """Mask inside the block, and unmask after it what this hid and is still masked.
 
-        Cost, guarantees and errors as :meth:`mask` and :meth:`unmask`.
+        Cost: as :meth:`mask` and :meth:`unmask`.
+        Guarantees: what is still masked comes back, whatever happens in the block.
+        Raises as :meth:`mask`.
         """
         receipt = self.mask(target, gap=gap, force=force)
         try:
@@ -141,17 +149,16 @@ class Edits(Base):
         tags: Iterable[str] = (),
         special: bool = False,
     ) -> Receipt:
-        """Read text in front of the token at ``index``; what stands behind it is not read again. ``receipt.span`` is
-        the new text's.
+        """Read text in front of the token at ``index``; what stands behind is not read again.
 
-        The new tokens see the visible ones in front of them. Those behind were computed without the new text, and
-        know nothing of it until :meth:`recompute`; the receipt counts them. Indexes of other tokens stay what they
-        are; a span that goes across ``index`` holds the new text, too.
+        ``receipt.span`` is the new text's. The new tokens see the visible ones in front of them. Those behind were
+        computed without the new text, and know nothing of it until :meth:`recompute`; the receipt counts them. Indexes
+        of other tokens stay what they are; a span that goes across ``index`` holds the new text, too.
 
-        Cost: every new token is read once; earlier tokens move, so K is rotated once at the next decode. Guarantees:
-        what is read next sees the text in its place; all of it is read or nothing has changed. Raises ContextFull,
-        UsageError (name taken, no such index, nothing to insert), PinnedTokens (in front of the first token),
-        MaskUnsupported (nothing can be shifted, or no cells).
+        Cost: every new token is read once; earlier ones move, so K is rotated once at the next decode.
+        Guarantees: what is read next sees the text in its place; all of it is read, or nothing has changed.
+        Raises ContextFull, UsageError (name taken, no such index, nothing to insert), PinnedTokens (in front of the
+        first token), MaskUnsupported (nothing can be shifted, or no cells).
         """
         self._need_mask()
         row = self._row(index, "insert at")
@@ -176,10 +183,11 @@ class Edits(Base):
         stay: :meth:`undo` brings it back and drops the new one, ``evict`` frees them. Attention sinks may be replaced,
         as the new tokens become the sinks. A target of several ranges is replaced at the first of them.
 
-        Cost: every new token is read once. Guarantees: what is read next sees the new text and not the old; all of
-        it is done or nothing has changed. What stands behind was computed with the old text in view, and without the
-        new: the receipt counts it. Raises ContextFull, BadState (nothing visible there), UnknownSpan, UsageError,
-        MaskUnsupported.
+        What stands behind was computed with the old text in view, and without the new: the receipt counts it.
+
+        Cost: every new token is read once; otherwise as :meth:`insert`.
+        Guarantees: what is read next sees the new text and not the old; all of it is done, or nothing has changed.
+        Raises ContextFull, BadState (nothing visible there), UnknownSpan, UsageError, MaskUnsupported.
         """
         self._need_mask()
         ranges = self._spans.resolve(target)
@@ -194,7 +202,11 @@ class Edits(Base):
         tokens = self._tokens(text, special=special)
         if not len(tokens):
             raise UsageError("the text holds no token; to hide something without a new text, mask it")
-        return tokens, _Register(self, name, role, frozenset((tags,) if isinstance(tags, str) else tags))
+        return tokens, self._namer(name, role, tags)
+
+    def _namer(self, name: str | None, role: str, tags: Iterable[str]) -> _Register:
+        """What makes the span of a text, of which only the indexes are still to come."""
+        return _Register(self, name, role, frozenset((tags,) if isinstance(tags, str) else tags))
 
     def _check_name(self, name: str) -> None:
         if name == BOS_NAME:
@@ -208,16 +220,16 @@ class Edits(Base):
 
     @verb
     def recompute(self, start: int | None = None) -> Receipt:
-        """Read visible tokens again, so that the session is what it would be had the hidden ones never been read.
+        """Read visible tokens again, as if the hidden ones had never been read.
 
         From index ``start`` on, or from the first visible token that was computed while something else was visible
         (none: nothing is read). Kept gaps close. An isolated span is not read while what it attended to stands.
         ``progress`` is called as in :meth:`append`.
 
-        Cost: those tokens are read once more, and need as many free cells until that is done. Guarantees: the session
-        equals a fresh prefill of its visible tokens, up to the noise of batch boundaries. Raises ContextFull,
-        UsageError, MaskUnsupported (a state that cannot be rewound); on any error, and on Ctrl-C, the cells from
-        before are back.
+        Cost: those tokens are read once more, and need as many free cells until that is done.
+        Guarantees: exact, up to the noise of batch boundaries.
+        Raises ContextFull, UsageError, MaskUnsupported (a state that cannot be rewound); on any error, and on Ctrl-C,
+        the cells from before are back.
         """
         self._need_mask()
         if start is not None:
@@ -226,14 +238,15 @@ class Edits(Base):
 
     @verb
     def undo(self) -> Receipt:
-        """Take the newest edit back: mask, unmask, evict, rewind, insert or replace; again for the one before it.
+        """Take the newest mask, unmask, evict, rewind, insert or replace back; again for the one before it.
 
         Tokens read since stay. What an evict or a rewind dropped is read again, the text of an insert or a replace is
         dropped. Reading (append, generate, recompute) is no edit; rewind for that.
 
-        Cost: as the edit's own; for evict and rewind, the tokens are read once more. Guarantees: the tokens of the
-        edit are as they were, bit-exact where no position moved and nothing had to be read. Raises BadState (no edit
-        is left in the journal of 1,000), ContextFull, MaskUnsupported; then nothing has changed.
+        Cost: no token is read, but for evict and rewind: what they dropped, once more.
+        Guarantees: its tokens are as they were; bit-exact where no position moved and nothing had to be read.
+        Raises BadState (no edit is left in the journal of 1,000), ContextFull, MaskUnsupported; then nothing has
+        changed.
         """
         return self._transcript.undo()
 
@@ -249,9 +262,9 @@ class Edits(Base):
         It pays after an evict or a rewind has freed many: ``stats.cells_scanned`` tells how many cells decode goes
         over, ``stats.compact_saves`` how many fewer it would be.
 
-        Cost: the K and V in use are copied out and in (milliseconds to tenths of a second), and as much RAM meanwhile.
-        Guarantees: tokens, positions, masks and forks stay; logits change by the noise of cell order. Raises TooLarge
-        (not enough RAM); then nothing has changed.
+        Cost: no token is read; the K and V in use are copied out and in, and take as much RAM meanwhile.
+        Guarantees: tokens, positions, masks and forks stay; logits change by the noise of cell order.
+        Raises TooLarge (not enough RAM); then nothing has changed.
         """
         return self._transcript.compact()
 

@@ -61,23 +61,22 @@ class Session(Edits):
         gives an empty span.
 
         attend: what the text may look at, and nothing else, of what is in front of it: an isolated span. The
-        attention sinks are always seen. Masking what it did not attend to is then exact, as far as it goes.
+        attention sinks are always seen. Whatever else is masked later, this span knows nothing of it.
 
-        Cost: every token is read once; isolated, it is read aside and moved into place, which rotates K once.
-        Guarantees: all of it is read or nothing has changed. Raises ContextFull, UsageError (name taken, bad token),
-        BadState (attend is not visible), MaskUnsupported (attend on a model that cannot shift); nothing has changed.
+        Cost: every token is read once. An isolated span is read aside and moved into place, which rotates K once.
+        Guarantees: all of it is read, or nothing has changed.
+        Raises ContextFull, UsageError (name taken, bad token), BadState (attend is not visible), MaskUnsupported
+        (attend on a model that cannot shift).
         """
         if name is not None:
             self._check_name(name)
-        labels = frozenset((tags,) if isinstance(tags, str) else tags)
-        tokens = self._tokens(text, special=special)
+        tokens, span_of = self._tokens(text, special=special), self._namer(name, role, tags)
         bos = self._bos_for(text) if len(tokens) else np.empty(0, np.int32)
-        name = name or self._spans.free_name(role or "text")
 
         def register(read: Range) -> Span:
             if len(bos):
                 self._spans.add(Span(BOS_NAME, read[0], read[0] + 1, "control"))
-            return self._spans.add(Span(name, read[1] - len(tokens), read[1], role, labels))
+            return span_of((read[1] - len(tokens), read[1]))
 
         if not len(tokens):
             return register((len(self._ledger), len(self._ledger)))
@@ -105,8 +104,9 @@ class Session(Edits):
     def score(self, text: str | Iterable[int] | TokenArray) -> npt.NDArray[np.float64]:
         """float64 (n_tokens,): the log-probability of every token of ``text`` if it came next; nothing is kept.
 
-        Cost: the tokens are read and dropped again. Guarantees: the session is as it was. Raises ContextFull,
-        NoLogits (nothing in front of it).
+        Cost: the tokens are read, and dropped again.
+        Guarantees: the session is as it was.
+        Raises ContextFull, NoLogits (nothing in front of it), UsageError (bad token).
         """
         tokens = self._tokens(text)
         with contextlib.closing(self._reader.teacher_force(tokens)) as forced:  # whatever happens, its end runs
@@ -117,7 +117,9 @@ class Session(Edits):
     def logits_over(self, text: str | Iterable[int] | TokenArray) -> npt.NDArray[np.float32]:
         """float32 (n_tokens, n_vocab): row i is the distribution that predicts token i of ``text``; nothing is kept.
 
-        Cost and errors: as :meth:`score`, and 4 * n_tokens * n_vocab bytes.
+        Cost: the tokens are read, and dropped again; 4 * n_tokens * n_vocab bytes.
+        Guarantees: the session is as it was.
+        Raises as :meth:`score`.
         """
         tokens = self._tokens(text)
         out = np.empty((len(tokens), self.model.n_vocab), np.float32)
@@ -130,7 +132,9 @@ class Session(Edits):
     def logits(self) -> npt.NDArray[np.float32]:
         """float32 (n_vocab,): the next token's logits, for what is visible now.
 
-        Cost: nothing, or one token read again after an edit. Raises NoLogits on an empty session.
+        Cost: nothing, or one token read again after an edit.
+        Guarantees: never those computed while something else was visible.
+        Raises NoLogits on an empty session.
         """
         return self._reader.logits()
 
@@ -148,8 +152,10 @@ class Session(Edits):
     ) -> Generation:
         """Continue the transcript; the result streams and becomes a span. See :class:`Generation`.
 
-        Cost: one token read for every token kept, one more after an edit. While it runs it may raise ContextFull
-        (what was generated stays), NoLogits (empty session), GrammarStuck; GrammarError at its start.
+        Cost: one token read for every token kept, one more after an edit.
+        Guarantees: a token is in the cache and in the text, or in neither, whatever stops it.
+        Raises UsageError; while it runs ContextFull (what was generated stays), NoLogits (empty session),
+        GrammarError, GrammarStuck.
         """
         if name is not None:
             self._check_name(name)
@@ -159,13 +165,14 @@ class Session(Edits):
 
     @verb
     def fork(self) -> Session:
-        """A second session on the same cells, with masks of its own: what one hides, reads or drops, the other does
-        not notice.
+        """A second session on the same cells, with masks of its own.
 
-        It has this session's spans, history and next logits. Cells are copied only when one of the two would move
-        them under the other. Closing either frees what nobody else holds; model and engine close with the last.
+        What one hides, reads or drops, the other does not notice. It has this session's spans, history and next
+        logits. Cells are copied only when one of the two would move them under the other. Closing either frees what
+        nobody else holds; model and engine close with the last. :func:`decode_together` runs several in one batch.
 
-        Cost: native metadata; no token read, no K or V copied. Guarantees: exact; its logits are this session's.
+        Cost: native metadata; no token is read, no K or V copied.
+        Guarantees: exact; it goes on as this session would.
         Raises UsageError when the engine's ``n_sessions`` (five unless set) are in use; then nothing has changed.
         """
         other = object.__new__(type(self))

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from edgekv import Session, layout
+from edgekv import Session, layout, tiny
 from helpers import EXACT, some_tokens
 
-TinyPath = Callable[..., Path]
 WINDOW, STEP = 100, 20
 
 
 @pytest.fixture(params=["llama", "gemma3"])
-def session(request: pytest.FixtureRequest, tiny_path: TinyPath) -> Iterator[Session]:
-    with Session(tiny_path(request.param), settings=EXACT) as session:
+def session(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Session]:
+    path = tiny.write(tmp_path / "short.gguf", request.param, n_ctx_train=512)
+    with Session(path, settings=EXACT) as session:
         session.append(some_tokens(STEP), name="system")
         yield session
 
