@@ -147,9 +147,17 @@ class Prompt:
         asked = len(self.question.tokens) if self.question else 0
         return asked + sum(len(p.tokens) for p in self.parts)
 
-    def cells(self, max_tokens: int, n_ctx: int | None) -> int:
-        """The n_ctx to open: room for all of it and an answer. Raises ContextFull when ``n_ctx`` has none."""
-        need = memory.cells_for(self.num_tokens + (max_tokens if self.question else 0) + 1)  # 1: a token read again
+    def num_behind(self, masks: Sequence[str]) -> int:
+        """Tokens of the parts behind the first masked one, which may be read again. Raises UnknownSpan."""
+        ledger, spans = self._rehearsal(can_shift=True)
+        starts = [start for start, _ in spans.resolve(list(masks))] if masks else []
+        return len(ledger) - min(starts, default=len(ledger))
+
+    def cells(self, max_tokens: int, n_ctx: int | None, spare: int = 0) -> int:
+        """The n_ctx to open: room for all of it, an answer and ``spare``. Raises ContextFull when ``n_ctx`` has
+        none."""
+        answer = max_tokens if self.question else 0
+        need = memory.cells_for(self.num_tokens + answer + spare + 1)  # 1: a token read again
         if n_ctx is not None and need > memory.cells_for(n_ctx):
             raise ContextFull(
                 f"{count(self.num_tokens, 'token')} to read and {max_tokens:,} to answer need n_ctx={need}, "
@@ -162,12 +170,17 @@ class Prompt:
 
         Raises UnknownSpan, UsageError, PinnedTokens as :meth:`Session.mask` would.
         """
+        ledger, spans = self._rehearsal(can_shift=can_shift)
+        if masks:
+            Planner(ledger).mask(spans.resolve(list(masks)), gap if can_shift else "keep", force=force)
+
+    def _rehearsal(self, *, can_shift: bool) -> tuple[Ledger, SpanTable]:
+        """A ledger and spans as they will be when the parts are read."""
         ledger, spans = Ledger(0, [1], can_shift=can_shift), SpanTable()
         for part in self.parts:
             start, stop = ledger.append(part.tokens, ledger.cursor)
             spans.add(Span(part.name, start, stop, part.role))
-        if masks:
-            Planner(ledger).mask(spans.resolve(list(masks)), gap if can_shift else "keep", force=force)
+        return ledger, spans
 
 
 def compose(model: Model, write: Writer, parts: Iterable[Part], question: str | None) -> Prompt:

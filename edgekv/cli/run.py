@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -44,6 +45,7 @@ class Options:
     force: bool
     ask: str | None
     keep_gap: bool
+    then: str
     chat: bool
     special: bool
     max_tokens: int
@@ -66,6 +68,13 @@ class Options:
 @click.option("--force", is_flag=True, help="Mask even the first tokens, on which most models lean.")
 @click.option("--ask", metavar="TEXT", help="The question, read behind the mask.")
 @click.option("--keep-gap", is_flag=True, help="Leave the masked positions empty instead of closing up.")
+@click.option(
+    "--then",
+    type=click.Choice(["none", "auto", "recompute"]),
+    default="none",
+    show_default=True,
+    help="Read what stands behind the mask again: never, where at most 64 tokens saw the hidden text, or always.",
+)
 @click.option("--chat", is_flag=True, help="Wrap parts and question as ChatML turns.")
 @click.option("--special", is_flag=True, help="Let control tokens in the texts act as such.")
 @click.option("--max-tokens", type=click.IntRange(0), default=256, show_default=True, help="Length of the answer.")
@@ -83,7 +92,8 @@ def run(as_json: bool, **given: Any) -> int:
     with Model(options.model) as model:
         made = prompt.compose(model, _writer(model, options), parts, options.ask)
         _refuse_early(model, made, options)
-        n_ctx = made.cells(options.max_tokens, options.n_ctx)
+        spare = made.num_behind(options.masks) if options.then != "none" else 0
+        n_ctx = made.cells(options.max_tokens, options.n_ctx, spare)
         _remark(model, made, options)
         with Session(model, n_ctx=n_ctx, kv_type=options.kv_type, n_threads=options.threads) as session:
             return _Run(session, made, options, sampling, as_json).all()
@@ -121,6 +131,8 @@ def _writer(model: Model, options: Options) -> Writer:
 
 def _refuse_early(model: Model, made: Prompt, options: Options) -> None:
     """Whatever the mask would refuse, before minutes are spent on reading."""
+    from edgekv.planner import NUM_SINKS
+
     if options.masks and not model.capabilities.mask:
         raise MaskUnsupported(f"{model.capabilities.mask.reason}; run without --mask, and without that part")
     can_shift = bool(model.close_gaps(options.kv_type))
@@ -128,8 +140,8 @@ def _refuse_early(model: Model, made: Prompt, options: Options) -> None:
         made.rehearse(options.masks, options.gap, force=options.force, can_shift=can_shift)
     except PinnedTokens as err:
         raise PinnedTokens(
-            "a masked part holds the very first tokens, on which most models lean whatever they say: "
-            "put another part in front of it (--system TEXT will do), or add --force"
+            f"a masked part holds one of the first {NUM_SINKS} tokens, on which most models lean whatever they say: "
+            "put more text in front of it (--system TEXT will do, of a few words), or add --force"
         ) from err
 
 
@@ -176,9 +188,12 @@ class _Run:
     def _mask(self) -> None:
         if not self.options.masks:
             return
-        self.receipts.append(
-            self.session.mask(list(self.options.masks), gap=self.options.gap, force=self.options.force)
-        )
+        o = self.options
+        with contextlib.ExitStack() as after:
+            if o.then != "none":
+                self.session.progress = after.enter_context(progress("reading again", unit="tokens"))
+            self.receipts.append(self.session.mask(list(o.masks), gap=o.gap, force=o.force, then=o.then))
+        self.session.progress = None
         for receipt in self.receipts:
             self._talk(str(receipt))
 

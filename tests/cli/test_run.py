@@ -134,6 +134,19 @@ def test_keep_gap_leaves_positions_empty(edgekv: Edgekv, three: list[object]) ->
     assert told["receipts"][0]["moved"] == 0
 
 
+@pytest.mark.parametrize(("then", "read"), [("auto", True), ("recompute", True), ("none", False)])
+def test_what_stands_behind_is_read_again(
+    edgekv: Edgekv, three: list[object], length: Length, then: str, read: bool
+) -> None:
+    told = json.loads(edgekv(*three, "--mask", "report", "--then", then, "--ask", ASK, "--json").out)
+    (receipt,) = told["receipts"]
+    assert receipt["prefilled"] == (length(TAIL) if read else 0)
+    assert receipt["exact"] is read
+    without = [part for part in three if not str(part).startswith("--part=report")]
+    alone = json.loads(edgekv(*without, "--ask", ASK, "--json").out)
+    assert (told["answer"] == alone["answer"]) is read
+
+
 def test_a_seed_repeats_a_drawn_answer(edgekv: Edgekv, three: list[object]) -> None:
     def answer(*more: object) -> Any:
         return json.loads(edgekv(*three, "--ask", ASK, "--temperature", 2, "--json", *more).out)
@@ -227,7 +240,12 @@ def test_no_answer_is_wanted(edgekv: Edgekv, three: list[object]) -> None:
         (["--part", "a=-", "--kv-type", "q5_1"], 2, "--kv-type"),
         (["--system", "x" * 40, "--part", "report=-", "--mask", "reprot"], 2, "did you mean 'report'?"),
         (["--system", "x" * 40, "--part", "report=-", "--mask", "z*"], 2, "spans: <begin>, system, report"),
-        (["--part", "report=-", "--mask", "report"], 2, "put another part in front of it (--system TEXT will do)"),
+        (
+            ["--part", "report=-", "--mask", "report"],
+            2,
+            "put more text in front of it (--system TEXT will do, of a few words)",
+        ),
+        (["--system", "x", "--part", "report=-", "--mask", "report"], 2, "one of the first 4 tokens"),
         (["--part", "a=-", "--n-ctx", "256", "--ask", "x", "--max-tokens", "300"], 1, "need n_ctx=512, not 256"),
         (["--part", "a=-", "--n-ctx", "2000000000"], 1, "would fit"),
     ],
