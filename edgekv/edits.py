@@ -283,7 +283,7 @@ class Edits(Base):
         if gap not in ("close", "keep"):
             raise UsageError(f"gap is 'close' or 'keep', not {gap!r}")
         if gap == "close" and self._ledger.has_cells and not self.engine.can_shift:
-            return Hiding("keep", force, (self.engine.close_gaps.reason,))
+            return Hiding("keep", force, notes=(self.engine.close_gaps.reason,))
         return Hiding(gap, force)
 
 

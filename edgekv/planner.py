@@ -1,8 +1,4 @@
-"""The planner: edits worked out completely, as data, from what the ledger says. Pure numpy.
-
-Every plan starts from a copy of the columns in which the tokens have the states they are to have; :meth:`change`
-finds the native steps that lead there.
-"""
+"""The planner: edits worked out completely, every refusal included, before anything is touched. Pure numpy."""
 
 from __future__ import annotations
 
@@ -11,39 +7,30 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .columns import CellRun, Columns, Flags, State, last, runs_of
-from .errors import BadState, MaskUnsupported, PinnedTokens
-from .history import clip
-from .layout import return_steps, shift_steps, wanted_positions
-from .ledger import Ledger
-from .plans import Arrival, Original, Part, Plan, Recompute, Reread
+from .columns import CellRun, Columns, Flags, State
+from .errors import BadState, PinnedTokens
+from .plans import Arrival, Plan
+from .rereads import Rereads
 from .settings import ASIDE
 from .shares import PRIVATE
 from .spans import Range, runs
-from .steps import Drop, Move, Own, Shift, Step
+from .steps import Shift
 
 #: The first tokens of a text draw attention whatever they say (attention sinks, arXiv:2309.17453).
 NUM_SINKS = 4
 
-_NO_SHIFT = (
-    "this needs positions to be shifted, which this model cannot do: the places were taken by tokens read since; "
-    "rewind those first, or append the text again"
-)
 
-
-class Planner:
+class Planner(Rereads):
     """Plans for one ledger, which stays as it is."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
 
     # -- edits --------------------------------------------------------------------------------------------------
 
-    def mask(self, ranges: Sequence[Range], gap: str, *, force: bool = False) -> Plan:
+    def mask(self, ranges: Sequence[Range], gap: str, *, force: bool = False, suffix_moves: bool = False) -> Plan:
         """Take the visible tokens of these ranges out of sight, into archive sequences.
 
-        ``gap`` is "close" or "keep". Raises BadState when none is visible, PinnedTokens for attention sinks
-        without ``force``, MaskUnsupported when a gap cannot be closed or no archive has room.
+        ``gap`` is "close" or "keep"; ``suffix_moves`` closes it by moving what stands behind down. Raises BadState
+        when none is visible, PinnedTokens for attention sinks without ``force``, MaskUnsupported when a gap cannot be
+        closed or no archive has room.
         """
         chosen = self._ledger.select(ranges) & self._ledger.columns.visible
         if not chosen.any():
@@ -52,7 +39,8 @@ class Planner:
         after = self._ledger.columns.copy()
         after.state[chosen] = State.MASKED
         after.reserved[chosen] = gap == "keep"
-        return self.change(after, gap=self._gap_kind(chosen, gap))
+        still = int(chosen.argmax()) if suffix_moves else None
+        return self.change(after, gap=self._gap_kind(chosen, gap), still=still)
 
     def evict(self, ranges: Sequence[Range], gap: str, *, force: bool = False) -> Plan:
         """Free the cells of the visible and masked tokens of these ranges; their ids stay known.
@@ -103,64 +91,6 @@ class Planner:
         after = self._ledger.columns.copy()
         after.reserved[:] = False
         return self.change(after)
-
-    def change(self, after: Columns, *, gap: str = "", relayout: bool = True) -> Plan:
-        """The steps that lead to the states and reserved places of ``after``, which is filled in.
-
-        Tokens that become visible come from the sequence and position ``after`` gives for them.
-        """
-        now = self._ledger.columns
-        edited = tuple(runs(now.state != after.state))
-        if not self._ledger.has_cells:
-            return self._restart(after, edited, gap)
-        after.free_tail()
-        chosen = now.in_cells & ~after.in_cells
-        originals = tuple(o for o in self._ledger.originals if not chosen[o.row])
-        steps: list[Step] = [self._drop(run) for run in now.cell_runs(chosen)]
-        steps += [self._drop_original(o) for o in self._ledger.originals if chosen[o.row]]
-        steps += self._archive_steps(now.visible & after.where(State.MASKED), after, originals)
-        if not relayout:
-            return Plan(tuple(steps), after, originals, edited, gap=gap)
-        back = tuple(o for o in originals if self._view_is_back(o, after))
-        originals = tuple(o for o in originals if o not in back)
-        steps += self._lay_out(after, back)
-        return Plan(tuple(steps), after, originals, edited, tuple(o.row for o in back), gap)
-
-    def _restart(self, after: Columns, edited: tuple[Range, ...], gap: str) -> Plan:
-        """Where tokens have no cells: the visible ones are read again from the start, the others are gone."""
-        after.state[after.where(State.MASKED)] = State.EVICTED
-        after.reserved[:] = False
-        after.pos[after.visible] = np.arange(np.count_nonzero(after.visible), dtype=np.int32)
-        after.seq[:], after.cell[:] = self._ledger.live, PRIVATE
-        return Plan((), after, (), edited, gap="close" if gap == "keep" else gap)
-
-    def _lay_out(self, after: Columns, back: Sequence[Original]) -> list[Step]:
-        """Bring the visible tokens to their places; ``back`` are first readings that return."""
-        now, live = self._ledger.columns, self._ledger.live
-        steps: list[Step] = []
-        source = after.copy()  # where the cell of every visible token is now
-        arrives = after.visible & ~now.visible
-        for o in back:
-            steps.append(self._drop(CellRun(int(after.seq[o.row]), int(after.pos[o.row]), int(after.pos[o.row]) + 1)))
-            source.pos[o.row], source.seq[o.row], arrives[o.row] = o.pos, o.seq, True
-            source.cell[o.row] = after.cell[o.row] = o.cell
-        rebase = self._ledger.can_shift
-        wanted = wanted_positions(source, now.visible & after.visible, rebase=rebase)
-        moved = after.visible & (wanted != source.pos)
-        if moved.any() and not self._ledger.can_shift:
-            raise MaskUnsupported(_NO_SHIFT)
-        steps += self._own(moved, source, after)
-        steps += shift_steps(live, after.visible & ~arrives, source.pos, wanted)
-        steps += return_steps(live, arrives, source, wanted)
-        after.pos[after.visible] = wanted[after.visible]
-        after.seq[after.visible] = live
-        return steps
-
-    def _own(self, moved: Flags, source: Columns, after: Columns) -> list[Step]:
-        """Copies of those moved cells that other sessions hold as well."""
-        shared = moved & self._ledger.shares.elsewhere(source.cell)
-        after.cell[shared] = PRIVATE
-        return [Own(*run) for run in source.cell_runs(shared)]
 
     # -- text for the middle ------------------------------------------------------------------------------------
 
@@ -252,98 +182,6 @@ class Planner:
             free += 1
         after.reserved[behind:free] = False
 
-    # -- reading again ------------------------------------------------------------------------------------------
-
-    def recompute(self, row: int) -> Recompute:
-        """Read the visible tokens from ``row`` on again, behind the visible ones before it.
-
-        Their cells wait aside until the reading is done, so it takes as many free cells as tokens. An isolated span
-        that is right as it is is not read.
-        """
-        return self._recompute(self._ledger.columns.copy(), row)
-
-    def insert_and_recompute(self, row: int, tokens: npt.NDArray[np.int32]) -> Recompute:
-        """Read new tokens in front of ``row`` and all visible ones behind it, where nothing can be shifted."""
-        trial = self._ledger.trial()
-        trial.open_rows(row, tokens)
-        after = trial.columns.copy()
-        after.state[row : row + len(tokens)], after.seq[row : row + len(tokens)] = State.VISIBLE, trial.live
-        return Planner(trial)._recompute(after, row)
-
-    def back_and_recompute(self, rows: npt.NDArray[np.int64], former: Columns) -> Recompute:
-        """As :meth:`back`, where that would need a shift and there is none: all from the first of them is read."""
-        after = self._ledger.columns.copy()
-        after.state[rows], after.reserved[rows] = former.state, False
-        hiding = self._ledger.columns.visible & after.where(State.MASKED)
-        if hiding.any():
-            raise MaskUnsupported(_NO_SHIFT)
-        return self._recompute(after, int(rows.min()))
-
-    def _recompute(self, after: Columns, row: int) -> Recompute:
-        """Read what is visible in ``after`` from ``row`` on; ``after`` may show and drop tokens there, too."""
-        ledger = self._ledger
-        now, chosen, held = ledger.columns, after.visible, ledger.columns.visible
-        chosen[:row], held[:row] = False, False
-        before = last(after.visible[:row])
-        pos = int(after.pos[before]) + 1 if before is not None else int(now.pos[held.argmax()]) if held.any() else 0
-        wanted = after.pos.copy()
-        wanted[chosen] = np.arange(pos, pos + np.count_nonzero(chosen), dtype=np.int32)
-        right = chosen & held & ~ledger.inexact() & (wanted == now.pos)
-        keep = ledger.history.still_alone(right, row)
-        parts = tuple(self._part(i, wanted, held, keep) for i in runs_of(chosen, wanted, keep))
-        read, gone = chosen & ~keep, now.in_cells & ~keep
-        gone[:row] = False
-        gone &= held | read
-        dropped = [self._drop(CellRun(ASIDE, p0, p1), held & ~keep) for _, p0, p1 in now.cell_runs(held & ~keep)]
-        dropped += [self._drop(run) for run in now.cell_runs(gone & ~held)]
-        dropped += [self._drop_original(o) for o in ledger.originals if gone[o.row]]
-        kept = tuple(o for o in ledger.originals if not gone[o.row])
-        after.pos[chosen], after.cell[read], after.seq[read] = wanted[chosen], PRIVATE, ledger.live
-        after.reserved[before or 0 :] = False
-        plan = Plan(tuple(dropped), after, kept, tuple(runs(chosen)))
-        leaving = tuple(Move(ASIDE, ledger.live, p0, p1) for _, p0, p1 in now.cell_runs(held & ~chosen))
-        return Recompute(parts, leaving, plan, tuple(runs(read)))
-
-    def _part(self, rows: npt.NDArray[np.intp], wanted: npt.NDArray[np.int32], held: Flags, keep: Flags) -> Part:
-        mine = np.zeros(len(held), np.bool_)
-        mine[rows] = True
-        runs_held = self._ledger.columns.cell_runs(mine & held)
-        back = tuple(Move(ASIDE, self._ledger.live, p0, p1) for _, p0, p1 in runs_held)
-        return Part(self._ledger.ids[rows].copy(), int(wanted[rows[0]]), back, bool(keep[rows[0]]))
-
-    def reread(self, *, keep_original: bool) -> Reread:
-        """Read the last visible token again, as it was computed while something else was visible.
-
-        llama.cpp takes a token only at the position right behind the last one its sequence holds. So where a kept
-        gap lies in front of this token, the gap cannot stay: the token is read at the gap's first position. As
-        every visible token behind the masked span is then computed without it, this equals a tail mask, which
-        equals a restart.
-
-        The first reading goes to an archive when ``keep_original`` (it costs a cell): unmask brings it back.
-        """
-        ledger = self._ledger
-        after = ledger.columns.copy()
-        row = after.last_visible
-        if row is None:
-            raise BadState("no token is visible")
-        old = int(after.pos[row])
-        before = last(after.visible[:row])
-        new = old if before is None else int(after.pos[before]) + 1
-        if new != old:
-            after.reserved[before:row] = False
-        cell = int(after.cell[row])
-        after.pos[row], after.cell[row] = new, PRIVATE
-        if not keep_original or ledger.has_original(row):
-            drop = self._drop(CellRun(ledger.live, old, old + 1))
-            return Reread(Plan((drop,), after, ledger.originals), row, new, ())
-        seq, delta = self._find_archive((old, old + 1), self._taken_ranges(ledger.originals))
-        move = Move(ledger.live, seq, old, old + 1, delta)
-        own: tuple[Step, ...] = ()
-        if delta and ledger.shares.elsewhere(ledger.columns.cell[row : row + 1]).any():
-            own, cell = (Own(ledger.live, old, old + 1),), PRIVATE
-        original = Original(row, seq, old + delta, ledger.history.view_of(row), cell)
-        return Reread(Plan((*own, move), after, (*ledger.originals, original)), row, new, (move.reverse,))
-
     # -- the parts of an edit -----------------------------------------------------------------------------------
 
     def _check_sinks(self, chosen: Flags, force: bool) -> None:
@@ -364,65 +202,6 @@ class Planner:
             return ""
         first = int(chosen.argmax())
         return gap if (self._ledger.columns.visible & ~chosen)[first:].any() else "tail"
-
-    def _drop(self, run: CellRun, of: Flags | None = None) -> Drop:
-        """Take a run of cells, at its place now or, with ``of``, of these rows, out of its sequence."""
-        c = self._ledger.columns
-        rows = (c.in_cells & (c.seq == run.seq)) if of is None else of
-        rows = rows & (c.pos >= run.p0) & (c.pos < run.p1)
-        return Drop(*run, kept=int(self._ledger.shares.elsewhere(c.cell[rows]).sum()))
-
-    def _drop_original(self, original: Original) -> Drop:
-        kept = self._ledger.shares.elsewhere(np.asarray([original.cell], np.int32))
-        return Drop(original.seq, original.pos, original.pos + 1, int(kept[0]))
-
-    def _archive_steps(self, chosen: Flags, after: Columns, originals: Sequence[Original]) -> list[Step]:
-        """Move chosen visible tokens to archives whose ranges are free there; sets their seq and pos in ``after``."""
-        now = self._ledger.columns
-        steps: list[Step] = []
-        taken = self._taken_ranges(originals)
-        for rows in runs_of(chosen, now.pos):
-            p0 = int(now.pos[rows[0]])
-            p1 = p0 + len(rows)
-            seq, delta = self._find_archive((p0, p1), taken)
-            taken[seq].append((p0 + delta, p1 + delta))
-            if delta:
-                moved = np.zeros(len(now), np.bool_)
-                moved[rows] = True
-                steps += self._own(moved, now, after)
-            after.seq[rows] = seq
-            after.pos[rows] += delta
-            steps.append(Move(self._ledger.live, seq, p0, p1, delta))
-        return steps
-
-    def _taken_ranges(self, originals: Sequence[Original]) -> dict[int, list[Range]]:
-        c = self._ledger.columns
-        taken: dict[int, list[Range]] = {seq: [] for seq in self._ledger.archives}
-        for run in c.cell_runs(c.where(State.MASKED)):
-            taken[run.seq].append((run.p0, run.p1))
-        for original in originals:
-            taken[original.seq].append((original.pos, original.pos + 1))
-        return taken
-
-    def _find_archive(self, wanted: Range, taken: dict[int, list[Range]]) -> tuple[int, int]:
-        """(archive, shift) for a run of positions: in place where an archive is free there, else behind its last."""
-        for seq, ranges in taken.items():
-            if all(wanted[1] <= start or stop <= wanted[0] for start, stop in ranges):
-                return seq, 0
-        if not self._ledger.can_shift:
-            raise MaskUnsupported(
-                f"all {len(taken)} archive sequences hold other spans at these positions and this model cannot "
-                "shift; evict a masked span, or open the session with more n_archives"
-            )
-        ends = {seq: max(stop for _, stop in ranges) for seq, ranges in taken.items()}
-        seq = min(ends, key=lambda s: ends[s])
-        return seq, ends[seq] - wanted[0]
-
-    @staticmethod
-    def _view_is_back(original: Original, after: Columns) -> bool:
-        if not after.visible[original.row]:
-            return False
-        return clip(runs(~after.visible), original.row) == original.hidden
 
 
 def _close_up(held: Sequence[CellRun]) -> tuple[tuple[Shift, ...], int]:

@@ -25,10 +25,14 @@ from .spans import Range, Span, runs
 
 @dataclass(frozen=True)
 class Hiding:
-    """How to hide: ``gap`` "close" or "keep", ``force`` attention sinks too, and what the user is told."""
+    """How to hide: ``gap`` "close" or "keep", ``force`` attention sinks too, and what the user is told.
+
+    suffix_moves: close the gap by moving what stands behind down, not what stands in front up.
+    """
 
     gap: str
     force: bool = False
+    suffix_moves: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -50,7 +54,8 @@ class Transcript:
     # -- hiding and showing -------------------------------------------------------------------------------------
 
     def mask(self, ranges: Sequence[Range], how: Hiding) -> Receipt:
-        return self._edit("mask", self.record.plan.mask(ranges, how.gap, force=how.force), how.notes)
+        plan = self.record.plan.mask(ranges, how.gap, force=how.force, suffix_moves=how.suffix_moves)
+        return self._edit("mask", plan, how.notes)
 
     def evict(self, ranges: Sequence[Range], how: Hiding) -> Receipt:
         return self._edit("evict", self.record.plan.evict(ranges, how.gap, force=how.force), how.notes)

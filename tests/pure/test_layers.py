@@ -28,6 +28,8 @@ LAYERS = (
     ("record",),
     ("next_logits",),
     ("planner",),
+    ("rereads",),
+    ("changes",),
     ("ledger",),
     ("layout", "plans"),
     ("sampling",),
