@@ -109,8 +109,11 @@ class Changes:
         kept = self._ledger.shares.elsewhere(np.asarray([original.cell], np.int32))
         return Drop(original.seq, original.pos, original.pos + 1, int(kept[0]))
 
-    def _archive_steps(self, chosen: Flags, after: Columns, originals: Sequence[Original]) -> list[Step]:
-        """Move chosen visible tokens to archives whose ranges are free there; sets their seq and pos in ``after``."""
+    def _archive_steps(
+        self, chosen: Flags, after: Columns, originals: Sequence[Original], src: int | None = None
+    ) -> list[Step]:
+        """Move chosen visible tokens, whose cells are in ``src``, to archives whose ranges are free there; sets their
+        seq and pos in ``after``."""
         now = self._ledger.columns
         steps: list[Step] = []
         taken = self._taken_ranges(originals)
@@ -125,7 +128,7 @@ class Changes:
                 steps += self._own(moved, now, after)
             after.seq[rows] = seq
             after.pos[rows] += delta
-            steps.append(Move(self._ledger.live, seq, p0, p1, delta))
+            steps.append(Move(self._ledger.live if src is None else src, seq, p0, p1, delta))
         return steps
 
     def _taken_ranges(self, originals: Sequence[Original]) -> dict[int, list[Range]]:

@@ -38,30 +38,33 @@ class CellRun(NamedTuple):
 @dataclass
 class Columns:
     """One row a token, in reading order: its position, state, sequence (of a visible or masked token), whether a
-    hidden token keeps its place in the layout (``reserved``), and the id of a cell that is or was shared with another
-    session (``cell``, see :class:`~edgekv.shares.Shares`)."""
+    hidden token keeps its place in the layout (``reserved``), the id of a cell that is or was shared with another
+    session (``cell``, see :class:`~edgekv.shares.Shares`), and whether another text took its place (``replaced``)."""
 
     pos: npt.NDArray[np.int32]
     state: npt.NDArray[np.int8]
     seq: npt.NDArray[np.int16]
     reserved: Flags
     cell: npt.NDArray[np.int32]
+    replaced: Flags
 
     @classmethod
     def empty(cls, size: int) -> Columns:
         pos, cell = np.empty(size, np.int32), np.empty(size, np.int32)
-        return cls(pos, np.empty(size, np.int8), np.empty(size, np.int16), np.empty(size, np.bool_), cell)
+        state, seq = np.empty(size, np.int8), np.empty(size, np.int16)
+        return cls(pos, state, seq, np.empty(size, np.bool_), cell, np.empty(size, np.bool_))
 
     @classmethod
     def dropped(cls, size: int, seq: int = 0) -> Columns:
         """Rows that belong to nobody."""
         rows = cls.empty(size)
-        rows.pos[:], rows.state[:], rows.seq[:], rows.reserved[:], rows.cell[:] = 0, State.DROPPED, seq, False, PRIVATE
+        rows.pos[:], rows.state[:], rows.seq[:], rows.cell[:] = 0, State.DROPPED, seq, PRIVATE
+        rows.reserved[:], rows.replaced[:] = False, False
         return rows
 
     @property
     def _all(self) -> tuple[npt.NDArray[Any], ...]:
-        return (self.pos, self.state, self.seq, self.reserved, self.cell)
+        return (self.pos, self.state, self.seq, self.reserved, self.cell, self.replaced)
 
     def __len__(self) -> int:
         return len(self.pos)

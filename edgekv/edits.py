@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
+from ._llama import uninterrupted
 from .base import Base, verb
 from .columns import State
 from .errors import MaskUnsupported, PinnedTokens, UsageError
@@ -42,9 +44,9 @@ class Edits(Base):
         computed while the target was visible, for models trained that way; by default the last visible token is
         read again first.
 
-        then: "recompute" makes it exact by :meth:`recompute`, "auto" does where at most ``budget`` visible tokens are
-        influenced: the loss is large where few tokens stand behind the span, and there reading them again is cheap.
-        Should the reading fail (ContextFull), the mask stands.
+        then: "recompute" makes it exact by :meth:`recompute`, "auto" does where that reads at most ``budget`` tokens:
+        the loss is large where few tokens stand behind the span, and there reading them again is cheap. Should the
+        reading fail (ContextFull), the mask stands.
 
         Masked is not forgotten: visible tokens computed while the target was visible carry what they took from it;
         the receipt counts them. No cell and no RAM is freed.
@@ -57,14 +59,13 @@ class Edits(Base):
         """
         if then not in ("none", "recompute", "auto"):
             raise UsageError(f"then is 'none', 'recompute' or 'auto', not {then!r}")
-        ranges = self._spans.resolve(target)
-        receipt = self._transcript.mask(ranges, self._hiding(gap, force=force))
-        if then == "recompute" or (then == "auto" and 0 < receipt.influenced <= budget):
+        receipt = self._transcript.mask(self._rows(target), self._hiding(gap, force=force))
+        if then == "recompute" or (then == "auto" and 0 < self._transcript.to_recompute.num_tokens <= budget):
             return self._transcript.journal.merge(2, receipt.then(self._transcript.recompute()))
         if refresh_last:
             return receipt
         self._reader.accept_stale_logits()
-        return dataclasses.replace(receipt, reread=0)
+        return self._transcript.journal.merge(1, dataclasses.replace(receipt, reread=0))
 
     @verb
     def unmask(self, target: Target) -> Receipt:
@@ -78,7 +79,7 @@ class Edits(Base):
         copies); then nothing has changed.
         """
         self._need_mask()
-        return self._transcript.unmask(self._spans.resolve(target))
+        return self._transcript.unmask(self._rows(target))
 
     @verb
     def evict(self, target: Target, *, gap: str = "close", force: bool = False) -> Receipt:
@@ -90,8 +91,7 @@ class Edits(Base):
         Guarantees: what is read next does not see the target.
         Raises as :meth:`mask`.
         """
-        ranges = self._spans.resolve(target)
-        return self._transcript.evict(ranges, self._hiding(gap, force=force))
+        return self._transcript.evict(self._rows(target), self._hiding(gap, force=force))
 
     @verb
     def rewind(self, target: int | Target) -> Receipt:
@@ -103,19 +103,19 @@ class Edits(Base):
         """
         if not self.model.capabilities.rewind and not self._transcript.restarts:
             raise MaskUnsupported(self.model.capabilities.rewind.reason)
-        index = int(target) if isinstance(target, (int, np.integer)) else self._first_index(target)
-        return self._transcript.rewind(self._row(index, "rewind to"))
+        return self._transcript.rewind(self._place(target, "rewind to"))
 
-    def _first_index(self, target: Target) -> int:
-        ranges = self._spans.resolve(target)
-        if not ranges:
-            raise UsageError("the target holds no token")
-        return min((start for start, _ in ranges), key=lambda i: self._row(i, "rewind to"))
+    def _rows(self, target: Target) -> npt.NDArray[np.bool_]:
+        """bool (n,): the rows of a target that still belong to the transcript."""
+        return self._ledger.select(self._spans.resolve(target))
 
-    def _row(self, index: int, doing: str) -> int:
-        if not 0 <= index <= len(self._ledger):
-            raise UsageError(f"cannot {doing} {index}: the transcript has {len(self._ledger)} tokens")
-        return self._ledger.places.row(index)
+    def _place(self, target: int | Target, doing: str) -> int:
+        """The row of an index, or of the first token of a target."""
+        if isinstance(target, bool) or not isinstance(target, (int, np.integer)):
+            return int(self._rows(target).argmax())  # type: ignore[arg-type]
+        if not 0 <= target <= len(self._ledger):
+            raise UsageError(f"cannot {doing} {target}: the transcript has {len(self._ledger)} tokens")
+        return self._ledger.places.row(int(target))
 
     @contextlib.contextmanager
     def masked(self, target: Target, *, gap: str = "close", force: bool = False) -> Iterator[Receipt]:
@@ -125,23 +125,31 @@ class Edits(Base):
         Guarantees: what is still masked comes back, whatever happens in the block.
         Raises as :meth:`mask`.
         """
-        receipt = self.mask(target, gap=gap, force=force)
+        hidden: npt.NDArray[np.int64] | None = None
         try:
+            with uninterrupted():
+                receipt = self.mask(target, gap=gap, force=force)
+                hidden = self._ledger.places.exactly(receipt.ranges)
             yield receipt
         finally:
-            if hidden := self._still_hidden(receipt.ranges):
-                self.unmask(hidden)
+            if hidden is not None:
+                self._show_again(hidden)
 
-    def _still_hidden(self, ranges: Sequence[Range]) -> list[Range]:
-        hidden = State.MASKED if self._ledger.has_cells else State.EVICTED
-        return self._ledger.places.ranges(self._ledger.places.rows(ranges) & self._ledger.columns.where(hidden))
+    @verb
+    def _show_again(self, indexes: npt.NDArray[np.int64]) -> None:
+        """Unmask those of these tokens that are still hidden, and no others."""
+        rows = np.zeros(len(self._ledger), np.bool_)
+        rows[self._ledger.places.rows_of(indexes)] = True
+        rows &= self._ledger.columns.where(State.MASKED if self._ledger.has_cells else State.EVICTED)
+        if rows.any():
+            self._transcript.unmask(rows)
 
     # -- new text in the middle ---------------------------------------------------------------------------------
 
     @verb
     def insert(
         self,
-        index: int,
+        index: int | Target,
         text: str | Iterable[int] | TokenArray,
         *,
         name: str | None = None,
@@ -149,7 +157,7 @@ class Edits(Base):
         tags: Iterable[str] = (),
         special: bool = False,
     ) -> Receipt:
-        """Read text in front of the token at ``index``; what stands behind is not read again.
+        """Read text in front of the token at ``index``, or of a span; what stands behind is not read again.
 
         ``receipt.span`` is the new text's. The new tokens see the visible ones in front of them. Those behind were
         computed without the new text, and know nothing of it until :meth:`recompute`; the receipt counts them. Indexes
@@ -161,8 +169,10 @@ class Edits(Base):
         first token), MaskUnsupported (nothing can be shifted, or no cells).
         """
         self._need_mask()
-        row = self._row(index, "insert at")
-        if self._ledger.columns.visible[: self._row(index, "insert at")].sum() == 0 and not self._ledger.blank:
+        row = self._place(index, "insert at")
+        if self._ledger.blank:
+            raise UsageError("the session is empty: append the text")
+        if not self._ledger.columns.visible[:row].any():
             raise PinnedTokens("nothing can stand in front of the first visible token, which draws attention as a sink")
         return self._transcript.insert(row, *self._new_text(text, name, role, tags, special=special))
 
@@ -179,9 +189,10 @@ class Edits(Base):
     ) -> Receipt:
         """Put a new text in the place of a target, which is masked; what stands behind is not read again.
 
-        ``receipt.span`` is the new text's. The layout opens or closes by exactly the difference. The old text's cells
-        stay: :meth:`undo` brings it back and drops the new one, ``evict`` frees them. Attention sinks may be replaced,
-        as the new tokens become the sinks. A target of several ranges is replaced at the first of them.
+        ``receipt.span`` is the new text's; it may take the old one's ``name``, which then gets another. The layout
+        opens or closes by exactly the difference. The old text's cells stay: :meth:`undo` brings it back and drops the
+        new one, ``unmask`` of it alone shows both, ``evict`` frees them. Attention sinks may be replaced, as the new
+        tokens become the sinks. A target of several ranges is replaced at the first of them.
 
         What stands behind was computed with the old text in view, and without the new: the receipt counts it.
 
@@ -191,7 +202,11 @@ class Edits(Base):
         """
         self._need_mask()
         ranges = self._spans.resolve(target)
-        return self._transcript.replace(ranges, *self._new_text(text, name, role, tags, special=special))
+        renamed = name if name is not None and self._spans.within(name, ranges) else None
+        tokens, register = self._new_text(text, None if renamed else name, role, tags, special=special)
+        if renamed:
+            register = dataclasses.replace(register, name=renamed)
+        return self._transcript.replace(self._ledger.select(ranges), tokens, register)
 
     def _new_text(
         self, text: str | Iterable[int] | TokenArray, name: str | None, role: str, tags: Iterable[str], *, special: bool
@@ -219,12 +234,12 @@ class Edits(Base):
     # -- reading again, and back --------------------------------------------------------------------------------
 
     @verb
-    def recompute(self, start: int | None = None) -> Receipt:
+    def recompute(self, start: int | Target | None = None) -> Receipt:
         """Read visible tokens again, as if the hidden ones had never been read.
 
-        From index ``start`` on, or from the first visible token that was computed while something else was visible
-        (none: nothing is read). Kept gaps close. An isolated span is not read while what it attended to stands.
-        ``progress`` is called as in :meth:`append`.
+        From index or span ``start`` on, or from the first visible token that was computed while something else was
+        visible (none: nothing is read). Kept gaps close first, and stay closed. An isolated span is not read while what
+        it attended to stands. ``progress`` is called as in :meth:`append`.
 
         Cost: those tokens are read once more, and need as many free cells until that is done.
         Guarantees: exact, up to the noise of batch boundaries.
@@ -232,9 +247,7 @@ class Edits(Base):
         the cells from before are back.
         """
         self._need_mask()
-        if start is not None:
-            self._row(start, "read again from")
-        return self._transcript.recompute(start)
+        return self._transcript.recompute(None if start is None else self._place(start, "read again from"))
 
     @verb
     def undo(self) -> Receipt:
@@ -299,4 +312,6 @@ class _Register:
     def __call__(self, indexes: Range) -> Span:
         spans = self.session._spans
         name = self.name or spans.free_name(self.role or "text")
+        if any(span.name == name for span in spans.ordered()):  # that of the text it replaces
+            spans.rename(name, spans.free_name(name))
         return spans.add(Span(name, *indexes, self.role, self.tags))

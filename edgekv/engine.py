@@ -57,6 +57,7 @@ class Engine:
         self.n_batch: Final[int] = lib.llama_n_batch(self._ctx)
         self.shares: Final = Shares()
         self.lost = ""  # why no session on this engine can go on
+        self.reading = False  # while a session reads and its progress callback may run
         self._free_sequences = list(sequence_ids(self._num_sequences))
         self._batch = Batch(self.n_batch)
         self._outputs: frozenset[int] = frozenset()

@@ -59,6 +59,7 @@ class Generation:
         self._shown = 0
         self._marks: list[int] = []  # characters complete after each token, -1 inside a character
         self._span: Span | None = None
+        self._coming: asyncio.Future[str | None] | None = None  # what a cancelled task asked for
         self._turn = Turn()
 
     # -- what callers see ---------------------------------------------------------------------------------------
@@ -119,6 +120,7 @@ class Generation:
     def __next__(self) -> str:
         while True:
             with self.host.lock:  # a verb of another thread may have ended it since the last step
+                self.host.check_idle()
                 if not self.finished:
                     self._try_step()
                 if piece := self.release():
@@ -129,12 +131,16 @@ class Generation:
     def __aiter__(self) -> AsyncIterator[str]:
         """The same pieces for ``async for``; each is made in a worker thread, so the event loop goes on meanwhile.
 
-        A task that is cancelled leaves the generation where it is, as a loop that breaks does.
+        A task that is cancelled leaves the generation where it is, as a loop that breaks does; a piece that was on
+        its way then comes first the next time.
         """
         return self
 
     async def __anext__(self) -> str:
-        piece = await asyncio.to_thread(next, self, None)
+        if self._coming is None or self._coming.get_loop() is not asyncio.get_running_loop():
+            self._coming = asyncio.ensure_future(asyncio.to_thread(next, self, None))
+        piece = await asyncio.shield(self._coming)
+        self._coming = None
         if piece is None:
             raise StopAsyncIteration
         return piece

@@ -10,7 +10,7 @@ import numpy as np
 from .batch import Chunk
 from .columns import State
 from .engine import Engine
-from .errors import ClosedError
+from .errors import BadState, ClosedError
 from .model import Model
 from .next_logits import NextLogits
 from .sampling import Sampler, Sampling
@@ -40,6 +40,11 @@ class Host:
     def open(self) -> bool:
         """Whether the session can go on."""
         return not (self._record.released or self._record.broken or self.engine.lost or self.engine.closed)
+
+    def check_idle(self) -> None:
+        """Raise BadState while a session on this engine reads: its progress callback cannot generate."""
+        if self.engine.reading:
+            raise BadState("a session on this engine is still reading; its progress callback cannot generate")
 
     def begin(self, sampling: Sampling) -> tuple[Sampler, int]:
         """A sampler whose penalties count what is visible now, and the index generated tokens begin at."""
@@ -81,9 +86,9 @@ class Host:
     def shorten(self, index: int, text: str) -> list[int] | None:
         """Rewind to ``index`` and read ``text`` there, the part of a token before a stop string.
 
-        Returns its tokens, None where the model's state cannot be rewound.
+        Returns its tokens, None where the model's state cannot be rewound and is not to be read again.
         """
-        if not self.model.capabilities.rewind:
+        if not (self.model.capabilities.rewind or self._transcript.restarts):
             return None
         if index < len(self._ledger):
             self._transcript.shorten(self._ledger.places.row(index))
@@ -94,6 +99,8 @@ class Host:
 
     def end(self, name: str | None, role: str, start: int) -> tuple[Span, Turn]:
         """Register what was generated from index ``start`` on as a span."""
-        spans, stop = self._transcript.spans, len(self._ledger)
+        spans, kept = self._transcript.spans, ~self._ledger.columns.where(State.DROPPED)
+        left = np.flatnonzero(self._ledger.places.by_index(kept)[start:])  # a stop string was dropped
+        stop = start + int(left[-1]) + 1 if len(left) else start
         span = spans.add(Span(name or spans.free_name(role or "text"), min(start, stop), stop, role))
         return span, self._record.tally.end_generation()

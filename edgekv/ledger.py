@@ -180,7 +180,7 @@ class Ledger:
         self._ids[start:stop] = tokens
         c.pos[start:stop] = np.arange(pos, pos + len(tokens), dtype=np.int32)
         c.state[start:stop], c.seq[start:stop] = State.VISIBLE, self.live
-        c.reserved[start:stop], c.cell[start:stop] = False, PRIVATE
+        c.reserved[start:stop], c.cell[start:stop], c.replaced[start:stop] = False, PRIVATE, False
         self._n = stop
         self.places.append(len(tokens))
         if len(tokens):
@@ -195,7 +195,7 @@ class Ledger:
         self.history.computed(row, row + 1, self._view, self._first_gap)
         c = self._columns
         self._ids[row], c.pos[row], c.state[row] = token, pos, 0
-        c.seq[row], c.reserved[row], c.cell[row] = self.live, False, PRIVATE
+        c.seq[row], c.reserved[row], c.cell[row], c.replaced[row] = self.live, False, PRIVATE, False
         self._n, self._last_visible = row + 1, row
         self.places.append(1)
         return row
@@ -248,6 +248,12 @@ class Ledger:
     def _cell_ids(columns: Columns, originals: Sequence[Original]) -> Ids:
         ids = [o.cell for o in originals]
         return np.concatenate([columns.cell[columns.in_cells], np.asarray(ids, np.int32)])
+
+    def own(self, row: int) -> None:
+        """The token's cell is a copy that nobody else holds, as it turned out."""
+        cell = self.columns.cell[row : row + 1]
+        self.shares.release(cell)
+        cell[:] = PRIVATE
 
     def release(self) -> None:
         """The session ends: it no longer holds the cells it shares."""

@@ -54,10 +54,10 @@ class Places:
     def _insert(self, row: int, count: int) -> None:
         assert self._index_of is not None
         new = np.arange(self._n, self._n + count)
-        self._index_of = np.concatenate([self._index_of[:row], new, self._index_of[row:]])
-        self._n += count
-        self._row_of = np.empty(self._n, np.int64)
-        self._row_of[self._index_of] = np.arange(self._n)
+        index_of = np.concatenate([self._index_of[:row], new, self._index_of[row:]])
+        row_of = np.empty(len(index_of), np.int64)
+        row_of[index_of] = np.arange(len(index_of))
+        self._n, self._index_of, self._row_of = len(index_of), index_of, row_of
 
     def row(self, index: int) -> int:
         """The row of an index; the end of the text for the index the next token will get."""
@@ -70,6 +70,11 @@ class Places:
     def indexes_of(self, rows: Numbers) -> Numbers:
         """The index of each row."""
         return rows if self._index_of is None else self._index_of[rows]
+
+    @staticmethod
+    def exactly(ranges: Sequence[Range]) -> Numbers:
+        """The indexes of ranges, and nothing that was inserted between them."""
+        return np.concatenate([np.arange(a, b) for a, b in ranges]) if ranges else np.empty(0, np.int64)
 
     def rows(self, ranges: Sequence[Range]) -> Flags:
         """bool (n,): the rows of these indexes, and of what was inserted between two of them that had been

@@ -25,14 +25,14 @@ class Planner(Rereads):
 
     # -- edits --------------------------------------------------------------------------------------------------
 
-    def mask(self, ranges: Sequence[Range], gap: str, *, force: bool = False, suffix_moves: bool = False) -> Plan:
-        """Take the visible tokens of these ranges out of sight, into archive sequences.
+    def mask(self, rows: Flags, gap: str, *, force: bool = False, suffix_moves: bool = False) -> Plan:
+        """Take the visible ones of these rows out of sight, into archive sequences.
 
         ``gap`` is "close" or "keep"; ``suffix_moves`` closes it by moving what stands behind down. Raises BadState
         when none is visible, PinnedTokens for attention sinks without ``force``, MaskUnsupported when a gap cannot be
         closed or no archive has room.
         """
-        chosen = self._ledger.select(ranges) & self._ledger.columns.visible
+        chosen = rows & self._ledger.columns.visible
         if not chosen.any():
             raise BadState("nothing to mask: the target's tokens are all masked or evicted already")
         self._check_sinks(chosen, force)
@@ -42,12 +42,12 @@ class Planner(Rereads):
         still = int(chosen.argmax()) if suffix_moves else None
         return self.change(after, gap=self._gap_kind(chosen, gap), still=still)
 
-    def evict(self, ranges: Sequence[Range], gap: str, *, force: bool = False) -> Plan:
-        """Free the cells of the visible and masked tokens of these ranges; their ids stay known.
+    def evict(self, rows: Flags, gap: str, *, force: bool = False) -> Plan:
+        """Free the cells of the visible and masked ones of these rows; their ids stay known.
 
         Raises BadState when none has a cell, otherwise as :meth:`mask`.
         """
-        chosen = self._ledger.select(ranges) & self._ledger.columns.in_cells
+        chosen = rows & self._ledger.columns.in_cells
         if not chosen.any():
             raise BadState("nothing to evict: the target's tokens hold no cells")
         seen = chosen & self._ledger.columns.visible
@@ -58,21 +58,23 @@ class Planner(Rereads):
         after.reserved[seen] = gap == "keep"
         return self.change(after, gap=self._gap_kind(seen, gap))
 
-    def unmask(self, ranges: Sequence[Range]) -> Plan:
-        """Bring the masked tokens of these ranges back to where they belong.
+    def unmask(self, rows: Flags) -> Plan:
+        """Bring the masked ones of these rows back to where they belong.
 
-        Raises BadState when none is masked, MaskUnsupported when that needs a shift and there is none.
+        A text that another one replaced comes back only where nothing else is asked for. Raises BadState when none is
+        masked, MaskUnsupported when that needs a shift and there is none.
         """
-        wanted, columns = self._ledger.select(ranges), self._ledger.columns
+        columns = self._ledger.columns
         gone = columns.where(State.EVICTED)
-        chosen = wanted & (columns.where(State.MASKED) if self._ledger.has_cells else gone)
+        chosen = rows & (columns.where(State.MASKED) if self._ledger.has_cells else gone)
         if not chosen.any():
-            evicted = "it was evicted, its K/V is gone; append its text again"
-            why = evicted if (wanted & gone).any() else "it is visible already"
-            raise BadState(f"nothing to unmask in the target: {why}")
+            evicted, shown = "it was evicted, its K/V is gone; append its text again", "it is visible already"
+            raise BadState(f"nothing to unmask in the target: {evicted if (rows & gone).any() else shown}")
+        if (rows & ~columns.replaced).any() and (chosen & ~columns.replaced).any():
+            chosen &= ~columns.replaced
         after = columns.copy()
         after.state[chosen] = State.VISIBLE
-        after.reserved[chosen] = False
+        after.reserved[chosen], after.replaced[chosen] = False, False
         return self.change(after)
 
     def rewind(self, row: int) -> Plan:
@@ -109,7 +111,7 @@ class Planner(Rereads):
             seen &= ~hide[: len(seen)]
             hidden[:row], hidden[row + len(tokens) :] = hide[:row], hide[row:]
         after = trial.columns.copy()
-        after.state[hidden] = State.MASKED
+        after.state[hidden], after.replaced[hidden] = State.MASKED, True
         after.reserved[hidden] = not trial.can_shift
         self._give_way(after, row, len(tokens))
         gap = "" if hide is None else "close" if trial.can_shift else "keep"
@@ -132,6 +134,7 @@ class Planner(Rereads):
         possible = after.in_cells[rows] | ~had_cells if self._ledger.has_cells else np.ones(len(rows), np.bool_)
         after.state[rows[possible]] = former.state[possible]
         after.reserved[rows[possible]] = former.reserved[possible]
+        after.replaced[rows[possible]] = former.replaced[possible]
         self._keep_places(after, rows)
         return self.change(after)
 

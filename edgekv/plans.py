@@ -98,6 +98,11 @@ class Reread:
     pos: int
     undo: tuple[Step, ...]
 
+    @property
+    def num_cells(self) -> int:
+        """Free cells it takes."""
+        return 1 + self.plan.num_copied - self.plan.num_freed
+
 
 @dataclass(frozen=True)
 class Arrival:

@@ -172,7 +172,7 @@ class Prompt:
         """
         ledger, spans = self._rehearsal(can_shift=can_shift)
         if masks:
-            Planner(ledger).mask(spans.resolve(list(masks)), gap if can_shift else "keep", force=force)
+            Planner(ledger).mask(ledger.select(spans.resolve(list(masks))), gap if can_shift else "keep", force=force)
 
     def _rehearsal(self, *, can_shift: bool) -> tuple[Ledger, SpanTable]:
         """A ledger and spans as they will be when the parts are read."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ._llama import uninterrupted
 from .batch import Chunk
-from .errors import MaskUnsupported, NoLogits
+from .errors import ContextFull, MaskUnsupported, NoLogits
 from .history import clip
 from .model import TokenArray
 from .next_logits import NextLogits
@@ -31,14 +31,13 @@ Progress = Callable[[int, int], None]
 
 
 class Reader:
-    """Reads for ``record``. ``progress`` is called with (tokens read, tokens to read) after every batch, ``reading``
-    is True while it may be."""
+    """Reads for ``record``. ``progress`` is called with (tokens read, tokens to read) after every batch; meanwhile the
+    engine is ``reading``, and no session on it may be touched."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
         self._engine = record.engine
         self._ledger = record.ledger
-        self.reading = False
         self.progress: Progress | None = None
         self._num_read = self._num_wanted = 0
 
@@ -91,10 +90,10 @@ class Reader:
         before = record.next
         self._num_read, self._num_wanted = 0, num_tokens
         try:
-            self.reading, record.next = True, NextLogits(self._engine)
+            self._engine.reading, record.next = True, NextLogits(self._engine)
             yield before
         finally:
-            self.reading = False
+            self._engine.reading = False
 
     @contextlib.contextmanager
     def _checkpoint(self) -> Iterator[None]:
@@ -192,12 +191,11 @@ class Reader:
         if arrival.opened:
             ids = np.concatenate([ids[: arrival.row], arrival.tokens, ids[arrival.row :]])
 
-        def commit() -> R:
+        def commit() -> None:
             self._record.commit_arrival(arrival)
             self._ledger.history.recomputed(runs(arrival.plan.after.visible), self._ledger.view)
-            return register()
 
-        return self.restart(ids[arrival.plan.after.visible], commit)
+        return self.restart(ids[arrival.plan.after.visible], commit, register)
 
     # -- once more ----------------------------------------------------------------------------------------------
 
@@ -248,28 +246,48 @@ class Reader:
             if not (part.keep and number < finished):
                 self._engine.apply(part.back)
 
-    def restart(self, tokens: TokenArray, commit: Callable[[], R]) -> R:
-        """Where tokens have no cells: read ``tokens`` from the start, aside, and be that from then on."""
-        self.check_room(len(tokens))
-        record, done, began = self._record, False, time.perf_counter()
+    def restart(self, tokens: TokenArray, commit: Callable[[], None], done: Callable[[], R]) -> R:
+        """Where tokens have no cells: read ``tokens`` from the start, and be that from then on.
+
+        They are read aside; where there is no room for that beside the old ones, in their place, and should that fail
+        the old ones are read again.
+        """
+        record, own = self._record, self._ledger.num_own_cells
+        aside = len(tokens) <= self._engine.cells_free
+        self.check_room(len(tokens) - (0 if aside else own))
+        began, finished, target = time.perf_counter(), False, ASIDE if aside else record.live
         with self._reading(len(tokens)) as before:
             try:
-                self._decode_all(ASIDE, 0, tokens)
+                if not aside:
+                    self._engine.clear(record.live, own)
+                self._decode_all(target, 0, tokens)
                 with uninterrupted():
-                    done = True
-                    self._engine.replace(ASIDE, record.live)
-                    self._engine.clear(ASIDE, self._ledger.num_own_cells)
+                    finished = True
+                    if aside:
+                        self._engine.replace(ASIDE, record.live)
+                        self._engine.clear(ASIDE, own)
                     record.tally.read(len(tokens), time.perf_counter() - began)
-                    changed = commit()
+                    commit()
                     if record.next.known:
                         record.next.view = self._ledger.view
-                    return changed
+                    return done()
             except BaseException:
                 with uninterrupted():
-                    if not done:
+                    if not finished:
                         record.next = before
-                        self._engine.clear(ASIDE, self._num_read)
+                        self._engine.clear(target, self._num_read)
+                        if not aside:
+                            self._read_old_again()
                 raise
+
+    def _read_old_again(self) -> None:
+        """The session as the ledger still says it is; where that fails, too, it is broken."""
+        record, tokens = self._record, self._ledger.visible_tokens
+        try:
+            for at in range(0, len(tokens), self._engine.n_batch):
+                self._engine.decode([Chunk(record.live, at, tokens[at : at + self._engine.n_batch], "none")])
+        except BaseException as err:
+            record.broken = f"the text could not be read again ({err}); open a new session and append what you need"
 
     # -- and drop again -----------------------------------------------------------------------------------------
 
@@ -328,16 +346,22 @@ class Reader:
         if not self._record.needs_reread:
             return
         if not self._ledger.has_cells:
-            return self.restart(self._ledger.visible_tokens, lambda: None)
+            return self.restart(self._ledger.visible_tokens, lambda: None, lambda: None)
         changed = self._ledger.history.view_of(last) != clip(self._ledger.view, last)
-        self._reread(self._plan_reread(keep=changed and self._engine.cells_free > 0), changed)
+        self._reread(self._plan_reread(keep=changed), changed)
         self._record.tally.read_again()
 
     def _plan_reread(self, *, keep: bool) -> Reread:
-        try:
-            return self._record.plan.reread(keep_original=keep)
-        except MaskUnsupported:  # no archive has room, so the first reading cannot be kept
-            return self._record.plan.reread(keep_original=False)
+        """Keep the first reading where a cell and an archive have room. Raises ContextFull where not even the token's
+        own cell is to be had, as a fork holds it."""
+        if keep:
+            with contextlib.suppress(ContextFull, MaskUnsupported):
+                reread = self._record.plan.reread(keep_original=True)
+                self.check_room(reread.num_cells)
+                return reread
+        reread = self._record.plan.reread(keep_original=False)
+        self.check_room(reread.num_cells)
+        return reread
 
     def _reread(self, reread: Reread, changed: bool) -> None:
         record = self._record
@@ -357,5 +381,7 @@ class Reader:
     def _undo(self, reread: Reread) -> None:
         if reread.undo:
             self._engine.apply(reread.undo)
+            if reread.plan.num_copied:
+                self._ledger.own(reread.row)
         else:
             self._record.broken = f"token {reread.row} could not be read again and its cell is gone; open a new session"

@@ -95,6 +95,8 @@ class Receipt:
         return [*details, *self.notes]
 
     def _influence(self) -> str:
+        if self.exact and self.verb != "replace" and self.prefilled:
+            return "exact"
         if not self.influenced:
             return f"{'exact: ' if self.exact else ''}no visible token was computed while it was visible"
         were = "token was" if self.influenced == 1 else "tokens were"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .changes import NO_SHIFT, Changes
+from .changes import Changes
 from .columns import CellRun, Columns, Flags, State, last, runs_of
-from .errors import BadState, MaskUnsupported
+from .errors import BadState
 from .plans import Original, Part, Plan, Recompute, Reread
 from .settings import ASIDE
 from .shares import PRIVATE
@@ -26,21 +26,27 @@ class Rereads(Changes):
         """
         return self._recompute(self._ledger.columns.copy(), row)
 
-    def insert_and_recompute(self, row: int, tokens: npt.NDArray[np.int32]) -> Recompute:
-        """Read new tokens in front of ``row`` and all visible ones behind it, where nothing can be shifted."""
+    def insert_and_recompute(self, row: int, tokens: npt.NDArray[np.int32], hide: Flags | None) -> Recompute:
+        """Read new tokens in front of ``row`` and all visible ones behind it, where nothing can be shifted; ``hide``,
+        at or behind ``row``, is masked."""
         trial = self._ledger.trial()
         trial.open_rows(row, tokens)
         after = trial.columns.copy()
         after.state[row : row + len(tokens)], after.seq[row : row + len(tokens)] = State.VISIBLE, trial.live
+        if hide is not None:
+            hidden = np.concatenate([hide[:row], np.zeros(len(tokens), np.bool_), hide[row:]])
+            after.state[hidden], after.replaced[hidden] = State.MASKED, True
         return Rereads(trial)._recompute(after, row)
 
     def back_and_recompute(self, rows: npt.NDArray[np.int64], former: Columns) -> Recompute:
-        """As :meth:`back`, where that would need a shift and there is none: all from the first of them is read."""
+        """As :meth:`back`, where that would need a shift and there is none: all from the first of them is read.
+
+        Tokens that were masked and have no cells any more stay evicted.
+        """
         after = self._ledger.columns.copy()
-        after.state[rows], after.reserved[rows] = former.state, False
-        hiding = self._ledger.columns.visible & after.where(State.MASKED)
-        if hiding.any():
-            raise MaskUnsupported(NO_SHIFT)
+        lost = former.where(State.MASKED) & ~after.in_cells[rows]
+        after.state[rows], after.reserved[rows], after.replaced[rows] = former.state, False, former.replaced
+        after.state[rows[lost]] = State.EVICTED
         return self._recompute(after, int(rows.min()))
 
     def _recompute(self, after: Columns, row: int) -> Recompute:
@@ -58,13 +64,17 @@ class Rereads(Changes):
         read, gone = chosen & ~keep, now.in_cells & ~keep
         gone[:row] = False
         gone &= held | read
-        dropped = [self._drop(CellRun(ASIDE, p0, p1), held & ~keep) for _, p0, p1 in now.cell_runs(held & ~keep)]
-        dropped += [self._drop(run) for run in now.cell_runs(gone & ~held)]
-        dropped += [self._drop_original(o) for o in ledger.originals if gone[o.row]]
+        hide = held & after.where(State.MASKED)
+        gone &= ~hide
         kept = tuple(o for o in ledger.originals if not gone[o.row])
+        aside = held & gone
+        steps: list[Step] = [self._drop(CellRun(ASIDE, p0, p1), aside) for _, p0, p1 in now.cell_runs(aside)]
+        steps += [self._drop(run) for run in now.cell_runs(gone & ~held)]
+        steps += [self._drop_original(o) for o in ledger.originals if gone[o.row]]
+        steps += self._archive_steps(hide, after, kept, ASIDE)
         after.pos[chosen], after.cell[read], after.seq[read] = wanted[chosen], PRIVATE, ledger.live
         after.reserved[before or 0 :] = False
-        plan = Plan(tuple(dropped), after, kept, tuple(runs(chosen)))
+        plan = Plan(tuple(steps), after, kept, tuple(runs(chosen)))
         leaving = tuple(Move(ASIDE, ledger.live, p0, p1) for _, p0, p1 in now.cell_runs(held & ~chosen))
         return Recompute(parts, leaving, plan, tuple(runs(read)))
 

@@ -61,7 +61,8 @@ class Session(Edits):
         gives an empty span.
 
         attend: what the text may look at, and nothing else, of what is in front of it: an isolated span. The
-        attention sinks are always seen. Whatever else is masked later, this span knows nothing of it.
+        attention sinks are always seen. Whatever else is masked later, this span knows nothing of it, but for its last
+        token where the next one is sampled right behind it: that one is read again with everything in view.
 
         Cost: every token is read once. An isolated span is read aside and moved into place, which rotates K once.
         Guarantees: all of it is read, or nothing has changed.
@@ -89,7 +90,7 @@ class Session(Edits):
         if not self.engine.can_shift:
             why = self.engine.close_gaps if self._ledger.has_cells else self.model.capabilities.mask
             raise MaskUnsupported(f"an isolated text is moved into its place, which cannot be done here: {why.reason}")
-        chosen = self._ledger.select(self._spans.resolve(attend))
+        chosen = self._rows(attend)
         if (chosen & ~self._ledger.columns.visible).any():
             raise BadState("what a text is to attend to must be visible; unmask it first")
         chosen[self._transcript.record.plan.sinks] = True
@@ -153,7 +154,8 @@ class Session(Edits):
         """Continue the transcript; the result streams and becomes a span. See :class:`Generation`.
 
         Cost: one token read for every token kept, one more after an edit.
-        Guarantees: a token is in the cache and in the text, or in neither, whatever stops it.
+        Guarantees: a token is in the cache and in the text, or in neither, whatever stops it. (A stop string stays in
+        the cache where a state cannot be rewound.)
         Raises UsageError; while it runs ContextFull (what was generated stays), NoLogits (empty session),
         GrammarError, GrammarStuck.
         """
@@ -197,12 +199,14 @@ class Session(Edits):
     @property
     def tokens(self) -> TokenArray:
         """int32 (n,): every token of the transcript in index order, hidden and dropped ones too."""
-        return self._ledger.places.by_index(self._ledger.ids).copy()
+        with self.lock:
+            return self._ledger.places.by_index(self._ledger.ids).copy()
 
     @property
     def visible_tokens(self) -> TokenArray:
         """int32 (n,): what the model sees, in reading order: a restart would read these."""
-        return self._ledger.visible_tokens.copy()
+        with self.lock:
+            return self._ledger.visible_tokens.copy()
 
     @verb
     def text(self, target: Target) -> str:
@@ -210,8 +214,7 @@ class Session(Edits):
 
         Raises UnknownSpan, UsageError (no token in it).
         """
-        chosen = self._ledger.select(self._spans.resolve(target))
-        return self.model.detokenize(self._ledger.ids[chosen])
+        return self.model.detokenize(self._ledger.ids[self._rows(target)])
 
     @property
     def stats(self) -> Stats:
@@ -248,8 +251,7 @@ class Session(Edits):
 
         Raises UnknownSpan, UsageError.
         """
-        chosen = self._ledger.places.rows(self._spans.resolve(target))
-        return self._ledger.places.ranges(self._ledger.influenced_by(chosen))
+        return self._ledger.places.ranges(self._ledger.influenced_by(self._rows(target)))
 
     @verb
     def audit(self) -> Audit:

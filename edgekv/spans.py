@@ -53,10 +53,13 @@ def runs(flags: npt.NDArray[np.bool_]) -> list[Range]:
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:
-    """Sorted, disjoint ranges that cover the same indexes; empty ones are dropped."""
+    """Sorted, disjoint ranges that cover the same indexes; empty ones are dropped.
+
+    Neighbours stay two: what was inserted between them belongs to neither (see Places.rows).
+    """
     merged: list[Range] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
-        if merged and start <= merged[-1][1]:
+        if merged and start < merged[-1][1]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
             merged.append((start, stop))
@@ -93,6 +96,8 @@ class SpanTable:
             raise UsageError(f"{name!r} cannot name a span: no '*', '?', '[', ']', no 'role:' or 'tag:' in front")
 
     def free_name(self, stem: str) -> str:
+        """A name nobody has, from a role or another name; what could not stand in a name is left out."""
+        stem = "".join(c for c in stem if c not in "*?[]:").strip() or "text"
         while True:
             self._counter += 1
             name = f"{stem}-{self._counter}"
@@ -110,18 +115,37 @@ class SpanTable:
         return other
 
     def keep_only(self, kept: npt.NDArray[np.bool_]) -> None:
-        """``kept``, bool (n,), says which indexes are left: a span ends where they do, one without any is gone."""
-        ends = ((s, s.start + _leading(kept[s.start : s.stop])) for s in self._spans.values())
+        """``kept``, bool (n,), says which indexes are left: a span ends behind its last, one without any is gone."""
+        ends = ((s, s.start + _length(kept[s.start : s.stop])) for s in self._spans.values())
         left = (replace(s, stop=stop) for s, stop in ends if stop > s.start or (s.start < len(kept) and kept[s.start]))
         self._spans = {s.name: s for s in left}
 
     def restore(self, spans: Iterable[Span]) -> None:
-        """Spans of before are back; where a newer one has taken a name, the old one gets another."""
+        """Spans of before are back, under their names, or, where newer ones have taken those, under others."""
         for span in spans:
-            now = self._spans.get(span.name)
-            if now is not None and now.start != span.start:
-                span = replace(span, name=self.free_name(span.name))
-            self._spans[span.name] = span
+            holder, same = self._spans.get(span.name), self._same(span)
+            if same is not None and (holder is None or holder == same):
+                del self._spans[same.name]
+            if holder is None or holder == same:
+                self._spans[span.name] = span
+            else:
+                name = self.free_name(span.name) if same is None else same.name
+                self._spans[name] = replace(span, name=name)
+
+    def _same(self, span: Span) -> Span | None:
+        """The span that this one has become: cut, or under another name."""
+        alike = (span.start, span.role, span.tags)
+        here = [s for s in self._spans.values() if (s.start, s.role, s.tags) == alike]
+        named = [s for s in here if s.name == span.name]
+        return next(iter(named or [s for s in here if s.stop == span.stop]), None)
+
+    def rename(self, old: str, new: str) -> None:
+        self._spans[new] = replace(self._spans.pop(old), name=new)
+
+    def within(self, name: str, ranges: Sequence[Range]) -> bool:
+        """Whether a span of that name lies in one of the ranges."""
+        span = self._spans.get(name)
+        return span is not None and any(a <= span.start and span.stop <= b for a, b in ranges)
 
     def resolve(self, target: Target) -> list[Range]:
         """The index ranges a target selects, sorted and disjoint.
@@ -168,9 +192,9 @@ class SpanTable:
         return f"nothing is called {text!r}; {'; '.join(hints)}"
 
 
-def _leading(flags: npt.NDArray[np.bool_]) -> int:
-    """How many are True before the first False."""
-    return len(flags) if flags.all() else int(flags.argmin())
+def _length(flags: npt.NDArray[np.bool_]) -> int:
+    """How many there are up to the last True."""
+    return len(flags) - int(flags[::-1].argmax()) if flags.any() else 0
 
 
 def _is_index(value: object) -> bool:

@@ -22,12 +22,15 @@ def decode_together(generations: Iterable[Generation]) -> Iterator[tuple[int, st
     """
     together = list(generations)
     _check(together)
-    with_text = list(enumerate(together))
-    while any(not g.finished for g in together):
+    left = True
+    while left:
         with together[0].host.lock:
+            together[0].host.check_idle()
+            going = [g for g in together if not g.finished]
+            left = bool(going)
             with uninterrupted():
-                _step([g for g in together if not g.finished])
-            pieces = [(number, g.release()) for number, g in with_text]
+                _step(going)
+            pieces = [(number, g.release()) for number, g in enumerate(together)]
         yield from ((number, piece) for number, piece in pieces if piece)
 
 
@@ -42,17 +45,10 @@ def _check(together: Sequence[Generation]) -> None:
 
 def _step(going: Sequence[Generation]) -> None:
     """A token for each: all are drawn, then read in one batch."""
-    engine = going[0].host.engine
-    if engine.cells_free < len(going):
-        for generation in going:
-            generation.give_up()
-        raise ContextFull(
-            f"{len(going)} generations need a free cell each and {engine.cells_free} are free; evict something, "
-            "or go on with fewer"
-        )
     errors: list[BaseException] = []
     drawn = [(g, token) for g in going if (token := _draw(g, errors)) is not None]
-    _read(drawn)
+    if drawn:
+        _read(drawn)
     if errors:
         raise errors[0]
 
@@ -67,10 +63,13 @@ def _draw(generation: Generation, errors: list[BaseException]) -> int | None:
 
 
 def _read(drawn: Sequence[tuple[Generation, int]]) -> None:
-    if not drawn:
-        return
     engine = drawn[0][0].host.engine
     try:
+        if engine.cells_free < len(drawn):
+            raise ContextFull(
+                f"{len(drawn)} generations need a free cell each and {engine.cells_free} are free; evict something, "
+                "or go on with fewer"
+            )
         rows = engine.decode([g.host.chunk(token) for g, token in drawn], [g.host.holder for g, _ in drawn])
     except BaseException:
         for generation, _ in drawn:

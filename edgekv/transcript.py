@@ -1,11 +1,14 @@
-"""Transcript: the edits of a session, each planned first, carried out at once, and accounted for in a receipt."""
+"""Transcript: the edits of a session, each planned first, carried out at once, and accounted for in a receipt.
+
+An edit, its entry in the ledger and its receipt in the journal come in one breath that Ctrl-C waits for.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +24,8 @@ from .reader import Reader
 from .receipts import Receipt
 from .record import Record
 from .spans import Range, Span, runs
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Hiding:
 class Transcript:
     """The edits of one session on ``engine``, or of a fork ``of`` another; callers hold the engine's lock.
 
-    ``restarts``: what this model's memory cannot do is done by reading again.
+    ``restarts``: what this model's memory cannot do is done by reading again. Targets are rows, bool (n,).
     """
 
     def __init__(self, engine: Engine, *, restarts: bool = False, of: Transcript | None = None) -> None:
@@ -53,50 +58,54 @@ class Transcript:
 
     # -- hiding and showing -------------------------------------------------------------------------------------
 
-    def mask(self, ranges: Sequence[Range], how: Hiding) -> Receipt:
-        plan = self.record.plan.mask(ranges, how.gap, force=how.force, suffix_moves=how.suffix_moves)
+    def mask(self, rows: Flags, how: Hiding) -> Receipt:
+        plan = self.record.plan.mask(rows, how.gap, force=how.force, suffix_moves=how.suffix_moves)
         return self._edit("mask", plan, how.notes)
 
-    def evict(self, ranges: Sequence[Range], how: Hiding) -> Receipt:
-        return self._edit("evict", self.record.plan.evict(ranges, how.gap, force=how.force), how.notes)
+    def evict(self, rows: Flags, how: Hiding) -> Receipt:
+        return self._edit("evict", self.record.plan.evict(rows, how.gap, force=how.force), how.notes)
 
-    def unmask(self, ranges: Sequence[Range]) -> Receipt:
-        return self._edit("unmask", self.record.plan.unmask(ranges))
+    def unmask(self, rows: Flags) -> Receipt:
+        return self._edit("unmask", self.record.plan.unmask(rows))
 
     def rewind(self, row: int) -> Receipt:
         return self._edit("rewind", self.record.plan.rewind(row))
 
     def shorten(self, row: int) -> None:
         """Rewind, as a part of generating: no edit of the user's."""
-        self._carry_out(self.record.plan.rewind(row), rewound=True)
+        self._carry_out(self.record.plan.rewind(row), lambda: None, rewound=True)
 
     def _edit(self, verb: str, plan: Plan, notes: tuple[str, ...] = ()) -> Receipt:
         """Carry a plan out, commit it, and say what it did. Raises SessionBroken when it fails half way."""
         began = time.perf_counter()
-        former = Former.of(self.ledger, self._changed(plan.after), self.spans.ordered())
+        changed = self._changed(plan.after)
+        if not changed.any():  # a rewind to the end
+            return self._receipt(verb, plan, 0.0)
+        former = Former.of(self.ledger, changed, self.spans.ordered())
         reused = self._num_reused(plan)
-        self._carry_out(plan, rewound=verb == "rewind")
-        self.record.tally.reused += reused
-        ms = (time.perf_counter() - began) * 1e3
-        receipt = self._receipt(verb, plan, ms, reused=reused, notes=notes)
-        return self.journal.add(receipt, former)
 
-    def _carry_out(self, plan: Plan, *, rewound: bool = False) -> None:
-        record = self.record
+        def done() -> Receipt:
+            self.record.tally.reused += reused
+            return self.journal.add(self._receipt(verb, plan, _ms(began), reused=reused, notes=notes), former)
+
+        return self._carry_out(plan, done, rewound=verb == "rewind")
+
+    def _carry_out(self, plan: Plan, done: Callable[[], R], *, rewound: bool = False) -> R:
+        """The plan's steps, its entry in the ledger, and ``done``, all or nothing."""
 
         def commit() -> None:
             self.ledger.commit(plan)
             if rewound and plan.edited:
-                record.forget_from(plan.edited[0][0])
-            record.restore_logits()
+                self.record.forget_from(plan.edited[0][0])
+            self.record.restore_logits()
 
-        if self.ledger.has_cells:
-            self._check_copies(plan)
-            with uninterrupted():
-                record.apply(plan.steps)
-                commit()
-        else:
-            self.reader.restart(self.ledger.ids[plan.after.visible], lambda: self._restarted(commit))
+        if not self.ledger.has_cells:
+            return self.reader.restart(self.ledger.ids[plan.after.visible], lambda: self._restarted(commit), done)
+        self._check_copies(plan)
+        with uninterrupted():
+            self.record.apply(plan.steps)
+            commit()
+            return done()
 
     def _restarted(self, commit: Callable[[], None]) -> None:
         commit()
@@ -113,111 +122,121 @@ class Transcript:
 
     def insert(self, row: int, tokens: TokenArray, register: Callable[[Range], Span]) -> Receipt:
         """Read new tokens in front of ``row``."""
-        try:
-            arrival = self.record.plan.insert(row, tokens)
-        except MaskUnsupported:
-            if not self.restarts:
-                raise
-            return self._insert_and_recompute(row, tokens, register)
-        return self._arrive("insert", arrival, register)
+        return self._new_text("insert", row, tokens, None, register)
 
-    def replace(self, ranges: Sequence[Range], tokens: TokenArray, register: Callable[[Range], Span]) -> Receipt:
-        """Mask the visible tokens of these ranges and read new ones in front of the first."""
-        hide = self.ledger.select(ranges) & self.ledger.columns.visible
+    def replace(self, rows: Flags, tokens: TokenArray, register: Callable[[Range], Span]) -> Receipt:
+        """Mask the visible ones of these rows and read new tokens in front of the first."""
+        hide = rows & self.ledger.columns.visible
         if not hide.any():
             raise BadState("nothing to replace: the target's tokens are all masked or evicted")
-        row = int(hide.argmax())
-        try:
-            return self._arrive("replace", self.record.plan.insert(row, tokens, hide), register)
-        except MaskUnsupported:
-            if not self.restarts:
-                raise
-        masked = self.mask(ranges, Hiding("keep", force=True))
-        try:
-            inserted = self._insert_and_recompute(row, tokens, register)
-        except BaseException:
-            self.undo()
-            self.journal.forget(2)
-            raise
-        return self.journal.merge(2, replace(inserted, verb="replace", tokens=masked.tokens, ranges=masked.ranges))
+        return self._new_text("replace", int(hide.argmax()), tokens, hide, register)
 
     def append_alone(self, tokens: TokenArray, attend: Flags, register: Callable[[Range], Span]) -> Span:
         """Read new tokens at the end that see ``attend`` only."""
         arrival = self.record.plan.append_alone(tokens, attend)
         return self.reader.arrive(arrival, lambda: register((len(self.ledger) - len(tokens), len(self.ledger))))
 
+    def _new_text(
+        self, verb: str, row: int, tokens: TokenArray, hide: Flags | None, register: Callable[[Range], Span]
+    ) -> Receipt:
+        try:
+            arrival = self.record.plan.insert(row, tokens, hide)
+        except MaskUnsupported:
+            if not self.restarts:
+                raise
+            return self._insert_and_recompute(verb, row, tokens, hide, register)
+        return self._arrive(verb, arrival, register)
+
     def _arrive(self, verb: str, arrival: Arrival, register: Callable[[Range], Span]) -> Receipt:
-        began = time.perf_counter()
-        spans, left = self.spans.ordered(), arrival.plan.after.without(arrival.row, arrival.stop)
-        new = (len(self.ledger), len(self.ledger) + len(arrival.tokens))
-        former = Former.of(self.ledger, self._changed(left), spans).and_(Former.none(new, spans))
+        began, left = time.perf_counter(), arrival.plan.after.without(arrival.row, arrival.stop)
+        new, former = self._former_of_new(len(arrival.tokens), left)
         reused = int(np.count_nonzero((self.ledger.columns.visible & left.visible)[arrival.row :]))
-        span = self.reader.arrive(arrival, lambda: register(new))
-        ms = (time.perf_counter() - began) * 1e3
-        self.record.tally.reused += reused
-        receipt = self._receipt(verb, arrival.plan, ms, reused=reused, span=span, prefilled=len(arrival.tokens))
-        return self.journal.add(receipt, former)
 
-    def _changed(self, after: Columns) -> Flags:
-        """The rows whose state or reserved place is another one afterwards."""
-        now = self.ledger.columns
-        return np.asarray((now.state != after.state) | (now.reserved != after.reserved))
+        def done() -> Receipt:
+            self.record.tally.reused += reused
+            span, prefilled = register(new), len(arrival.tokens)
+            receipt = self._receipt(verb, arrival.plan, _ms(began), reused=reused, span=span, prefilled=prefilled)
+            return self.journal.add(receipt, former)
 
-    def _insert_and_recompute(self, row: int, tokens: TokenArray, register: Callable[[Range], Span]) -> Receipt:
+        return self.reader.arrive(arrival, done)
+
+    def _insert_and_recompute(
+        self, verb: str, row: int, tokens: TokenArray, hide: Flags | None, register: Callable[[Range], Span]
+    ) -> Receipt:
         """Where the suffix cannot move: new tokens and all visible ones behind them are read."""
         began = time.perf_counter()
-        again = self.record.plan.insert_and_recompute(row, tokens)
-        new = (len(self.ledger), len(self.ledger) + len(tokens))
-        former = Former.none(new, self.spans.ordered())
+        again = self.record.plan.insert_and_recompute(row, tokens, hide)
+        new, former = self._former_of_new(len(tokens), again.plan.after.without(row, row + len(tokens)))
+        hidden = tuple(runs(hide)) if hide is not None else ()
 
-        def commit() -> Span:
+        def done() -> Receipt:
             self.ledger.open_rows(row, tokens)
             self._commit_again(again)
-            return register(new)
+            notes = (f"{self.engine.close_gaps.reason}: all behind the new text was read again",)
+            plan = replace(again.plan, edited=((row, row + len(tokens)),))
+            receipt = self._receipt(verb, plan, _ms(began), prefilled=again.num_tokens, span=register(new), notes=notes)
+            shifted = tuple((a + len(tokens), b + len(tokens)) for a, b in hidden)  # the new rows come in front
+            ranges = self.ledger.places.ranges(self._flags((*plan.edited, *shifted)))
+            num_hidden = sum(b - a for a, b in hidden)
+            told = replace(receipt, ranges=tuple(ranges), tokens=num_hidden or len(tokens), freed=0)
+            return self.journal.add(told, former)
 
-        span = self.reader.recompute(again, commit)
-        notes = (f"{self.engine.close_gaps.reason}: all behind the new text was read again",)
-        ms = (time.perf_counter() - began) * 1e3
-        prefilled = again.num_tokens
-        receipt = self._receipt("insert", again.plan, ms, prefilled=prefilled, span=span, notes=notes)
-        return self.journal.add(replace(receipt, tokens=len(tokens), ranges=(new,), freed=0), former)
+        return self.reader.recompute(again, done)
+
+    def _former_of_new(self, count: int, left: Columns) -> tuple[Range, Former]:
+        """The indexes that ``count`` new tokens will have, and how those and all that changes were before; ``left``
+        is how the others are afterwards."""
+        spans, new = self.spans.ordered(), (len(self.ledger), len(self.ledger) + count)
+        return new, Former.of(self.ledger, self._changed(left), spans).and_(Former.none(new, spans))
 
     # -- reading again ------------------------------------------------------------------------------------------
 
-    def recompute(self, index: int | None = None) -> Receipt:
-        """Read the visible tokens from ``index`` on again, None for the first one that is not exact."""
-        began = time.perf_counter()
-        if not self.ledger.has_cells:
-            return self._restart_from_nothing(began)
-        if (close := self.record.plan.close()) is not None:
-            self._carry_out(close)
+    @property
+    def to_recompute(self) -> Recompute:
+        """What it takes to make the session exact."""
         inexact = self.ledger.inexact()
-        first = int(inexact.argmax()) if inexact.any() else len(self.ledger)
-        again = self.record.plan.recompute(first if index is None else self.ledger.places.row(index))
-        if again.num_tokens:
-            self.reader.recompute(again, lambda: self._commit_again(again))
-        ms = (time.perf_counter() - began) * 1e3
-        receipt = self._receipt("recompute", replace(again.plan, edited=again.read), ms, prefilled=again.num_tokens)
-        return self.journal.add(replace(receipt, freed=0))
+        return self.record.plan.recompute(int(inexact.argmax()) if inexact.any() else len(self.ledger))
+
+    def recompute(self, row: int | None = None) -> Receipt:
+        """Read the visible tokens from ``row`` on again, None for the first one that is not exact."""
+        began = time.perf_counter()
+        if not self.ledger.has_cells:  # every edit is a restart: there is nothing to read again
+            plan = Plan((), self.ledger.columns.copy(), ())
+            return self.journal.add(self._receipt("recompute", plan, _ms(began)))
+
+        def planned() -> Recompute:
+            return self.to_recompute if row is None else self.record.plan.recompute(row)
+
+        self.reader.check_room(planned().num_tokens)
+        if (close := self.record.plan.close()) is not None:
+            self._carry_out(close, lambda: None)
+        again = planned()
+
+        def done() -> Receipt:
+            self._commit_again(again)
+            plan = replace(again.plan, edited=again.read)
+            receipt = self._receipt("recompute", plan, _ms(began), prefilled=again.num_tokens)
+            return self.journal.add(replace(receipt, freed=0))
+
+        if not again.num_tokens:
+            with uninterrupted():
+                return done()
+        return self.reader.recompute(again, done)
 
     def _commit_again(self, again: Recompute) -> None:
         self.ledger.commit(again.plan)
-        self.ledger.history.recomputed(again.read, self.ledger.view, self.ledger.first_gap)
-
-    def _restart_from_nothing(self, began: float) -> Receipt:
-        """Every edit of such a model is a restart: there is nothing to read again."""
-        plan = Plan((), self.ledger.columns.copy(), ())
-        return self.journal.add(self._receipt("recompute", plan, (time.perf_counter() - began) * 1e3))
+        if again.read:
+            self.ledger.history.recomputed(again.read, self.ledger.view, self.ledger.first_gap)
 
     def compact(self) -> Receipt:
         """Put all cells in a row; no token, position or mask changes."""
         began, saves = time.perf_counter(), self.engine.compact_saves
+        notes = (f"decode scans {saves:,} cells fewer",) if saves else ("there was nothing to gain",)
         with uninterrupted():
             self.engine.compact()
-        notes = (f"decode scans {saves:,} cells fewer",) if saves else ("there was nothing to gain",)
-        ms = (time.perf_counter() - began) * 1e3
-        masked = self.ledger.count(State.MASKED)
-        return self.journal.add(Receipt("compact", (), self.engine.cells_used, ms, masked=masked, notes=notes))
+            masked = self.ledger.count(State.MASKED)
+            receipt = Receipt("compact", (), self.engine.cells_used, _ms(began), masked=masked, notes=notes)
+            return self.journal.add(receipt)
 
     # -- undo ---------------------------------------------------------------------------------------------------
 
@@ -227,41 +246,59 @@ class Transcript:
         if newest is None:
             raise BadState("nothing to undo: no edit of this session is left in its journal")
         edit, former = newest
-        began = time.perf_counter()
         try:
-            plan, reused, prefilled = self._back(former)
+            return self._back(edit, former)
         except MaskUnsupported:
             if not self.restarts:
                 raise
-            plan, reused, prefilled = self._back_and_recompute(former)
-        with uninterrupted():
-            self.spans.restore(former.spans)
-            self.spans.keep_only(self.ledger.places.by_index(~self.ledger.columns.where(State.DROPPED)))
-        ms = (time.perf_counter() - began) * 1e3
-        receipt = self._receipt("undo", plan, ms, reused=reused, prefilled=prefilled)
-        return self.journal.undone(replace(receipt, tokens=edit.tokens, undone=edit.verb))
+        return self._back_and_recompute(edit, former)
 
-    def _back(self, former: Former) -> tuple[Plan, int, int]:
-        """Give tokens the states they had; returns what was done, tokens reused and tokens read."""
-        plan = self.record.plan.back(former.rows(self.ledger), former.columns)
-        reused, gone = self._num_reused(plan), self._gone(former)
+    def _back(self, edit: Receipt, former: Former) -> Receipt:
+        """Give tokens the states they had; what has no cells any more is read."""
+        began, rows = time.perf_counter(), former.rows(self.ledger)
+        plan = self.record.plan.back(rows, former.columns)
+        gone, reused = self._gone(former), self._num_reused(plan)
+        changed = replace(plan, edited=tuple(runs(self._flags(plan.edited) | self._rows(gone))))
+
+        def done() -> Receipt:
+            receipt = self._receipt("undo", changed, _ms(began), reused=reused, prefilled=len(gone))
+            return self._undone(edit, former, receipt)
+
+        if not len(gone):
+            return self._carry_out(plan, done)
         self.reader.check_room(len(gone) - plan.num_freed)
-        before = Former.of(self.ledger, self._rows(former.rows(self.ledger)), ())
-        if plan.edited or not len(gone):
-            self._carry_out(plan)
+        before = Former.of(self.ledger, self._rows(rows), ())
         try:
+            if plan.edited:
+                self._carry_out(plan, lambda: None)
             self._read_back(former, gone)
         except BaseException:
-            self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns))
+            self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns), lambda: None)
             raise
-        edited = tuple(runs(self._flags(plan.edited) | self._rows(gone)))
-        return replace(plan, edited=edited), reused, len(gone)
+        with uninterrupted():
+            return done()
 
-    def _back_and_recompute(self, former: Former) -> tuple[Plan, int, int]:
-        rows = former.rows(self.ledger)
+    def _back_and_recompute(self, edit: Receipt, former: Former) -> Receipt:
+        """As :meth:`_back`, where that would need a shift: all from the first of those tokens on is read again."""
+        began, rows = time.perf_counter(), former.rows(self.ledger)
         again = self.record.plan.back_and_recompute(rows, former.columns)
-        self.reader.recompute(again, lambda: self._commit_again(again))
-        return replace(again.plan, edited=tuple(runs(self._rows(rows)))), 0, again.num_tokens
+        lost = int(np.count_nonzero(former.columns.where(State.MASKED) & again.plan.after.where(State.EVICTED)[rows]))
+        notes = (f"{lost:,} masked tokens have lost their K and V and stay evicted",) if lost else ()
+
+        def done() -> Receipt:
+            self._commit_again(again)
+            plan = replace(again.plan, edited=tuple(runs(self._rows(rows))))
+            receipt = self._receipt("undo", plan, _ms(began), prefilled=again.num_tokens, notes=notes)
+            return self._undone(edit, former, receipt)
+
+        return self.reader.recompute(again, done)
+
+    def _undone(self, edit: Receipt, former: Former, receipt: Receipt) -> Receipt:
+        kept = self.ledger.places.by_index(~self.ledger.columns.where(State.DROPPED))
+        self.spans.keep_only(kept)
+        self.spans.restore(former.spans)
+        self.spans.keep_only(kept)
+        return self.journal.undone(replace(receipt, tokens=edit.tokens, undone=edit.verb))
 
     def _gone(self, former: Former) -> npt.NDArray[np.int64]:
         """The rows that had cells before the edit and have none now."""
@@ -277,20 +314,25 @@ class Transcript:
         for part in (*runs(missing & ~masked), *runs(missing & masked)):
             self.reader.arrive(self.record.plan.read_back(part), lambda: None)
             if masked[part[0]]:
-                self._carry_out(self.record.plan.back(rows, former.columns))
+                self._carry_out(self.record.plan.back(rows, former.columns), lambda: None)
+
+    # -- receipts -----------------------------------------------------------------------------------------------
 
     def _rows(self, rows: npt.NDArray[np.int64]) -> Flags:
         flags = np.zeros(len(self.ledger), np.bool_)
         flags[rows] = True
         return flags
 
-    # -- receipts -----------------------------------------------------------------------------------------------
-
     def _flags(self, ranges: Sequence[Range]) -> Flags:
         flags = np.zeros(len(self.ledger), np.bool_)
         for start, stop in ranges:
             flags[start:stop] = True
         return flags
+
+    def _changed(self, after: Columns) -> Flags:
+        """The rows whose state or reserved place is another one afterwards."""
+        now = self.ledger.columns
+        return np.asarray((now.state != after.state) | (now.reserved != after.reserved))
 
     def _num_reused(self, plan: Plan) -> int:
         """Visible tokens behind the first edited one, all of which a restart would read again."""
@@ -314,11 +356,10 @@ class Transcript:
         ledger, edited = self.ledger, self._flags(plan.edited)
         visible = ledger.columns.visible
         hidden, came = edited & ~visible, edited & visible
-        told = verb in ("mask", "evict", "unmask", "insert", "replace", "undo")
         if plan.num_moved and self.engine.settings.kv_type.startswith("q"):
             notes = (*notes, f"K is quantised again by the move ({self.engine.settings.kv_type})")
         if not ledger.has_cells and verb != "recompute":
-            prefilled = int(visible.sum())
+            prefilled = int(visible.sum()) if plan.edited else 0
             notes = (*notes, f"read again from the start: {self.engine.model.capabilities.mask.reason}")
         return Receipt(
             verb,
@@ -329,8 +370,8 @@ class Transcript:
             moved=plan.num_moved,
             freed=plan.num_freed,
             copied=plan.num_copied,
-            influenced=int(ledger.influenced_by(hidden).sum()) if told and hidden.any() else 0,
-            unaware=int((ledger.history.unaware(came) & visible).sum()) if told and came.any() else 0,
+            influenced=self._num_influenced(verb, hidden),
+            unaware=int((ledger.history.unaware(came) & visible).sum()) if verb in _SHOWS and came.any() else 0,
             prefilled=prefilled,
             reread=int(self.record.needs_reread),
             reused=reused,
@@ -338,3 +379,16 @@ class Transcript:
             span=span,
             notes=notes,
         )
+
+    def _num_influenced(self, verb: str, hidden: Flags) -> int:
+        if verb == "recompute":
+            return int(self.ledger.inexact().sum())
+        return int(self.ledger.influenced_by(hidden).sum()) if verb in _HIDES and hidden.any() else 0
+
+
+_HIDES: Final = frozenset({"mask", "evict", "replace", "undo"})
+_SHOWS: Final = frozenset({"unmask", "insert", "replace", "undo"})
+
+
+def _ms(began: float) -> float:
+    return (time.perf_counter() - began) * 1e3

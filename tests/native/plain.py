@@ -34,6 +34,7 @@ class Token:
     id: int
     state: State = State.VISIBLE
     reserved: bool = False
+    replaced: bool = False  # another text took its place
     reading: Reading = Reading()
     original: Reading | None = None
     restored: bool = False
@@ -42,10 +43,10 @@ class Token:
 
 @dataclass
 class Undo:
-    """What one edit changed: tokens by uid with their state and reserved place before it."""
+    """What one edit changed: tokens by uid with their state, reserved place and whether replaced, before it."""
 
     verb: str
-    former: dict[int, tuple[State, bool]]
+    former: dict[int, tuple[State, bool, bool]]
 
 
 @dataclass
@@ -158,12 +159,13 @@ class Plain:
     @contextlib.contextmanager
     def noted(self, verb: str) -> Iterator[None]:
         """What the block changes can be undone."""
-        before = {t.uid: (t.state, t.reserved) for t in self.tokens}
+        before = {t.uid: (t.state, t.reserved, t.replaced) for t in self.tokens}
         yield
         self.free_tail()
-        now = {t.uid: (t.state, t.reserved) for t in self.tokens}
-        gone = (State.DROPPED, False)
-        self.edits.append(Undo(verb, {u: before.get(u, gone) for u in now if before.get(u) != now[u]}))
+        now = {t.uid: (t.state, t.reserved, t.replaced) for t in self.tokens}
+        gone = (State.DROPPED, False, False)
+        changed = {u: before.get(u, gone) for u in now if before.get(u) != now[u]}
+        self.edits += [Undo(verb, changed)] if changed else []
 
     def hide(self, verb: str, rows: set[int], *, keep: bool) -> None:
         with self.noted(verb):
@@ -178,7 +180,14 @@ class Plain:
     def unmask(self, rows: set[int]) -> None:
         with self.noted("unmask"):
             for row in rows:
-                self.tokens[row].state, self.tokens[row].reserved = State.VISIBLE, False
+                token = self.tokens[row]
+                token.state, token.reserved, token.replaced = State.VISIBLE, False, False
+
+    def to_unmask(self, rows: set[int]) -> set[int]:
+        """The masked ones; a text that was replaced only where nothing else is asked for."""
+        masked = {i for i in rows if self.tokens[i].state == State.MASKED}
+        others = {i for i in masked if not self.tokens[i].replaced}
+        return others or masked
 
     def rewind(self, row: int) -> None:
         with self.noted("rewind"):
@@ -190,13 +199,14 @@ class Plain:
         with self.noted("replace" if hidden else "insert"):
             for i in hidden or ():
                 self.tokens[i].state, self.tokens[i].reserved = State.MASKED, not self.can_shift
+                self.tokens[i].replaced = True
             behind = row
             while behind < min(len(self.tokens), row + len(ids)) and self.tokens[behind].reserved:
                 self.tokens[behind].reserved = False
                 behind += 1
             self.place(row, ids)
 
-    def keep_places(self, former: dict[int, tuple[State, bool]], before: dict[int, tuple[State, bool]]) -> None:
+    def keep_places(self, former: Iterable[int], before: dict[int, tuple[State, bool]]) -> None:
         """Where nothing can move, dropped tokens leave a gap unless as many others take their places."""
         mine = [t for t in self.tokens if t.uid in former]
         taken = sum(t.state == State.VISIBLE or t.reserved for t in mine)
@@ -219,7 +229,7 @@ class Plain:
         for row, token in enumerate(self.tokens):
             if token.uid not in former or row in to_read:
                 continue
-            token.state, token.reserved = former[token.uid]
+            token.state, token.reserved, token.replaced = former[token.uid]
         self.keep_places(former, before)
         self.free_tail()
         masked = [i for i in to_read if former[self.tokens[i].uid][0] == State.MASKED]
@@ -229,7 +239,8 @@ class Plain:
             self.free_tail()
             self.read_again(run)
             for row in run:
-                self.tokens[row].state, self.tokens[row].reserved = former[self.tokens[row].uid]
+                token = self.tokens[row]
+                token.state, token.reserved, token.replaced = former[token.uid]
             self.free_tail()
 
 

@@ -262,7 +262,7 @@ class Machine(RuleBasedStateMachine):
         if not any(t.state == State.MASKED for t in actor.plain.tokens):
             return
         target = self.draw_ranges(data, actor.plain)
-        chosen = self.chosen(actor.plain, target, (State.MASKED,))
+        chosen = actor.plain.to_unmask(self.chosen(actor.plain, target, tuple(State)))
         if self.unless_refused(actor, chosen, lambda: actor.session.unmask(target)) is not None:
             actor.plain.unmask(chosen)
             actor.note_restored()

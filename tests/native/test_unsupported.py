@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgekv import Model, Session, State, errors
-from helpers import EXACT, look, some_tokens
+from helpers import EXACT, cells_in_llama, look, some_tokens
 
 TinyPath = Callable[..., Path]
 SIZES = {"head": 20, "middle": 50, "tail": 30}
@@ -126,14 +126,30 @@ def test_an_interrupted_restart_never_happened(state: Session) -> None:
     check_restart(state)
 
 
-def test_without_room_nothing_changes(tiny_path: TinyPath) -> None:
-    with Session(tiny_path("lfm2"), settings=replace(SETTINGS, n_ctx=256), on_unsupported="recompute") as session:
-        fill(session).append(some_tokens(50), name="rest")
-        before = look(session)
-        with pytest.raises(errors.ContextFull):  # the old ones stay until the new ones are read
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+def test_without_room_beside_the_old_ones_they_give_way(tiny_path: TinyPath, kind: str) -> None:
+    """A full session can be shrunk; and what is interrupted then is read again as it was."""
+
+    def stop(done: int, _total: int) -> None:
+        if done >= 64:
+            raise KeyboardInterrupt
+
+    settings = replace(SETTINGS, n_ctx=256)
+    with Session(tiny_path(kind), settings=settings, on_unsupported="recompute") as session:
+        fill(session).append(some_tokens(session.engine.cells_free, 5), name="rest")
+        before, logits = look(session), session.logits()
+        session.progress = stop
+        with pytest.raises(KeyboardInterrupt):
             session.mask("head", force=True)
+        session.progress = None
         assert look(session) == before
-        session.mask("rest")
+        np.testing.assert_array_equal(session.logits(), logits)
+        assert session.mask("head", force=True).prefilled == 236
+        check_restart(session)
+        with pytest.raises(errors.ContextFull):
+            session.insert(100, some_tokens(30))
+        session.rewind("rest")
+        check_restart(session)
 
 
 def test_an_insert_that_cannot_move_the_suffix_reads_it(fixed: Session) -> None:
@@ -183,7 +199,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     from edgekv import tiny
 
     folder = tmp_path_factory.mktemp("states")
-    return {kind: Model(tiny.write(folder / f"{kind}.gguf", kind)) for kind in ("mamba", "lfm2")}
+    return {kind: Model(tiny.write(folder / f"{kind}.gguf", kind)) for kind in ("mamba", "lfm2", "yarn", "mrope")}
+
+
+def test_masked_tokens_that_lost_their_cells_stay_evicted(fixed: Session) -> None:
+    fixed.mask((30, 33))
+    fixed.rewind(22)
+    receipt = fixed.undo()
+    assert any("stay evicted" in note for note in receipt.notes) or not receipt.notes
+    fixed.audit()
+    assert fixed.engine.cells_used == cells_in_llama(fixed.engine) == fixed.stats.cells_used
 
 
 VERBS: dict[str, Callable[[Session, int, int], object]] = {
@@ -212,4 +237,22 @@ def test_random_edits_of_a_state(models: dict[str, Model], kind: str, edits: lis
             session.audit()
             assert session.engine.cells_used == session.stats.cells_used
         if len(session.visible_tokens):
+            check_restart(session)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "mrope"])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(edits=st.lists(EDIT, min_size=1, max_size=12))
+def test_random_edits_where_nothing_moves(
+    models: dict[str, Model], kind: str, edits: list[tuple[str, int, int]]
+) -> None:
+    with Session(models[kind], settings=SETTINGS, on_unsupported="recompute") as session:
+        session.append(some_tokens(30))
+        for verb, start, length in edits:
+            with contextlib.suppress(errors.UsageError, errors.NoLogits, errors.MaskUnsupported):
+                VERBS[verb](session, start, length)
+            session.audit()
+            assert session.engine.cells_used == cells_in_llama(session.engine) == session.stats.cells_used
+        if len(session.visible_tokens):
+            session.recompute()
             check_restart(session)

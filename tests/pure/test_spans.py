@@ -33,7 +33,7 @@ def test_runs_cover_exactly_the_true_ones(flags: list[bool]) -> None:
 def test_merge_is_sorted_disjoint_and_complete(ranges: list[tuple[int, int]]) -> None:
     merged = merge(ranges)
     assert all(a < b for a, b in merged)
-    assert all(left[1] < right[0] for left, right in itertools.pairwise(merged))
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(merged))
     assert {i for a, b in merged for i in range(a, b)} == {i for a, b in ranges for i in range(a, b)}
 
 
