@@ -255,7 +255,7 @@ class Transcript:
 
     def _back(self, edit: Receipt, former: Former) -> Receipt:
         """Give tokens the states they had; what has no cells any more is read."""
-        began, rows = time.perf_counter(), former.rows(self.ledger)
+        began, rows, newest = time.perf_counter(), former.rows(self.ledger), self.journal.newest()
         plan = self.record.plan.back(rows, former.columns)
         gone, reused = self._gone(former), self._num_reused(plan)
         changed = replace(plan, edited=tuple(runs(self._flags(plan.edited) | self._rows(gone))))
@@ -269,14 +269,14 @@ class Transcript:
         self.reader.check_room(len(gone) - plan.num_freed)
         before = Former.of(self.ledger, self._rows(rows), ())
         try:
-            if plan.edited:
+            if self._changed(plan.after).any():
                 self._carry_out(plan, lambda: None)
             self._read_back(former, gone)
+            return self._carry_out(self.record.plan.back(rows, former.columns), done)  # kept gaps, too
         except BaseException:
-            self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns), lambda: None)
+            if self.journal.newest() == newest:
+                self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns), lambda: None)
             raise
-        with uninterrupted():
-            return done()
 
     def _back_and_recompute(self, edit: Receipt, former: Former) -> Receipt:
         """As :meth:`_back`, where that would need a shift: all from the first of those tokens on is read again."""
@@ -314,7 +314,8 @@ class Transcript:
         for part in (*runs(missing & ~masked), *runs(missing & masked)):
             self.reader.arrive(self.record.plan.read_back(part), lambda: None)
             if masked[part[0]]:
-                self._carry_out(self.record.plan.back(rows, former.columns), lambda: None)
+                here = np.flatnonzero((rows >= part[0]) & (rows < part[1]))
+                self._carry_out(self.record.plan.back(rows[here], former.columns.take(here)), lambda: None)
 
     # -- receipts -----------------------------------------------------------------------------------------------
 

@@ -242,6 +242,10 @@ class Plain:
                 token = self.tokens[row]
                 token.state, token.reserved, token.replaced = former[token.uid]
             self.free_tail()
+        for token in self.tokens if to_read else ():
+            if token.uid in former:
+                token.state, token.reserved, token.replaced = former[token.uid]
+        self.free_tail()
 
 
 def _runs(rows: Sequence[int]) -> list[list[int]]:
