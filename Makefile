@@ -16,8 +16,10 @@ setup: .venv/.ready ## build llama.cpp and install edgekv into .venv
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-demo: setup ## mask-and-continue against restart, on SmolLM2
+demo: setup ## mask-and-continue against restart, on SmolLM2, and a short report.html
 	$(BIN)/edgekv demo
+	@echo && echo "A short comparison of more arms, with charts:"
+	@$(BIN)/edgekv compare --cases 5 --compared 3 --repeat 2 --suffix 64,512 --span 512 --html report.html > /dev/null
 
 test: setup models ## the whole test suite, real models included
 	$(BIN)/python -m pytest -m 'not slow'
@@ -31,11 +33,12 @@ lint: setup ## ruff and mypy
 format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-bench: setup models ## paired timings against bare llama.cpp; writes bench.json
+bench: setup models ## paired timings against bare llama.cpp, and of forks and freed cells; writes bench*.json
 	$(BIN)/python scripts/bench.py --json bench.json
+	$(BIN)/python scripts/bench_verbs.py --json bench-verbs.json
 
 models: setup ## fetch the two models into models/
 	$(BIN)/edgekv models fetch smollm2 && $(BIN)/edgekv models fetch gemma3-270m
 
 clean: ## remove what was built here; fetched models stay
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json bench-verbs.json report.html

@@ -23,6 +23,10 @@ from edgekv.errors import EdgekvError, UsageError
 # name -> (where the command is, the first sentence of its help: a test compares)
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("edgekv.cli.demo:demo", "Show the whole idea in a minute, on a small model"),
+    "compare": (
+        "edgekv.cli.compare:compare",
+        "Measure mask-and-continue against restart, on your model, text and CPU",
+    ),
     "run": ("edgekv.cli.run:run", "Read files as named parts, hide some of them, ask a question"),
     "inspect": (
         "edgekv.cli.inspect:inspect_",

@@ -105,23 +105,24 @@ def print_facts(rows: Iterable[tuple[str, str]]) -> None:
 
 
 @contextlib.contextmanager
-def progress(description: str, total: int = 0, unit: Unit = "") -> Iterator[Update]:
-    """Yield ``update(done, total)``; total 0: unknown. On stderr: a bar on a terminal, else plain lines.
+def progress(description: str, total: int = 0, unit: Unit = "", *, eta: bool = False) -> Iterator[Update]:
+    """Yield ``update(done, total)``; total 0: unknown. On stderr: a bar on a terminal, else plain lines. ``eta``: with
+    an estimate of the time that is left.
 
     The first plain line comes after 1 s, then one every 10 %, never within 2 s of the last, and after 15 s of
     silence in any case; work that ends within the first second prints nothing.
     """
     if sys.stderr and sys.stderr.isatty():
-        with _bar(description, total, unit) as update:
+        with _bar(description, total, unit, eta=eta) as update:
             yield update
     else:
-        lines = PlainProgress(description, unit)
+        lines = PlainProgress(description, unit, eta=eta)
         yield lines.update
         lines.close()
 
 
 @contextlib.contextmanager
-def _bar(description: str, total: int, unit: Unit) -> Iterator[Update]:
+def _bar(description: str, total: int, unit: Unit, *, eta: bool) -> Iterator[Update]:
     from rich import progress as rp
 
     amount = {"B": rp.DownloadColumn(), "%": rp.TaskProgressColumn()}.get(unit) or rp.MofNCompleteColumn()
@@ -131,6 +132,7 @@ def _bar(description: str, total: int, unit: Unit) -> Iterator[Update]:
         rp.BarColumn(),
         amount,
         rp.TimeElapsedColumn(),
+        *((rp.TextColumn("left:"), rp.TimeRemainingColumn()) if eta else ()),
     )
     with rp.Progress(*columns, console=talk(), transient=True) as drawn:
         task = drawn.add_task(description, total=total or None)
@@ -146,10 +148,13 @@ class PlainProgress:
         unit: Unit = "",
         clock: Callable[[], float] = time.monotonic,
         write: Callable[[str], None] | None = None,
+        *,
+        eta: bool = False,
     ) -> None:
+        self._eta = eta
         self._description, self._unit, self._clock = description, unit, clock
         self._write = write or (lambda line: click.echo(line, err=True))
-        self._last_s = clock()
+        self._began_s = self._last_s = clock()
         self._step = 0  # the last tenth that was printed
         self._pending: tuple[int, int] | None = None  # told to us but not printed
         self._printed = False
@@ -174,7 +179,15 @@ class PlainProgress:
         amount = f"{self._amount(done)} of {self._amount(total)}" if total else self._amount(done)
         percent = f"{done * 100 // total} %" if total else ""
         shown = [percent] if self._unit == "%" else [percent, amount]
+        shown += [self._left(done, total)] if self._eta else []
         self._write(f"{self._description}: {', '.join(filter(None, shown))}")
+
+    def _left(self, done: int, total: int) -> str:
+        """As if it went on as fast as so far; nothing before there is something to go by."""
+        if not 0 < done < total:
+            return ""
+        seconds = (self._clock() - self._began_s) * (total - done) / done
+        return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
 
     def _amount(self, count: int) -> str:
         return size(count) if self._unit == "B" else f"{count:,} {self._unit}".rstrip()

@@ -16,7 +16,8 @@ ROOT = Path(edgekv.__file__).parent
 #: top to bottom; modules on one line may import each other only downwards, in the order given
 LAYERS = (
     ("cli",),
-    ("demo", "doctor", "inspection", "prompt"),
+    ("compare", "demo"),
+    ("doctor", "inspection", "prompt"),
     ("session",),
     ("edits", "render"),
     ("base",),

@@ -1,0 +1,146 @@
+"""``edgekv compare``: the experiment, on the user's own model, text and CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgekv.cli.output import console, model_argument, progress, talk
+from edgekv.errors import UsageError
+from edgekv.memory import KV_BLOCKS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from edgekv.compare import Options, Report
+
+_HELP = """Measure mask-and-continue against restart, on your model, text and CPU.
+
+    \b
+    edgekv compare smollm2 --workload chat --html report.html
+    edgekv compare my.gguf --workload my-cases.jsonl --fail-if "mask.vs_restart.kld_mean > 0.1"
+
+    The same tokens go through several arms: masked, masked with the gap kept, cut out, read again. Three things come
+    side by side: what each costs, how near its next tokens are to a restart's, and what still leaks of the masked text.
+    stdout is the report; the noise floor stands beside every figure.
+
+    Workloads: canary (a code that is asked for afterwards), chat, tools, think, summary, or a file: .jsonl with
+    {"segments": [{"text", "mask": true}, ...], "question"} a line, or .txt with the masked part between lines
+    <<<mask and mask>>>. Ctrl-C ends it and reports what is finished.
+    """
+
+
+class Lengths(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Whole numbers with commas between."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of whole numbers such as 64,256,1024", param, ctx)
+
+
+@click.command(help=_HELP)
+@model_argument
+@click.option("--workload", default="canary", show_default=True, metavar="NAME|FILE", help="What is read and asked.")
+@click.option("--arms", metavar="A,B,...", help="Arms to run; full and restart always do.  [default: all that matter]")
+@click.option("--cases", type=click.IntRange(1), help="Cases.  [default: 100 of canary, else 8]")
+@click.option("--compared", type=click.IntRange(1), default=8, show_default=True, help="Cases compared token by token.")
+@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Of each timing.")
+@click.option("--suffix", type=Lengths(), default="64,256,1024", show_default=True, help="Tokens behind, of the curve.")
+@click.option("--span", type=Lengths(), default="256,1024", show_default=True, help="Tokens masked, of the curve.")
+@click.option("--json", "json_to", metavar="FILE", help="Write the figures, - for stdout instead of the report.")
+@click.option("--html", "html_to", metavar="FILE", help="Write the report as one HTML file.")
+@click.option("--csv", "csv_to", metavar="FILE", help="Write a line an arm.")
+@click.option("--fail-if", metavar="EXPR", help='Exit with 1 where it holds: "mask.vs_restart.kld_mean > 0.1".')
+@click.option("--seed", type=int, default=0, show_default=True, help="Other texts and draws.")
+@click.option("--kv-type", type=click.Choice(list(KV_BLOCKS)), default="f16", show_default=True, help="Of the cache.")
+@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores]")
+def compare(
+    model: str, json_to: str | None, html_to: str | None, csv_to: str | None, fail_if: str | None, **given: Any
+) -> int:
+    from edgekv.compare.report import check_condition
+
+    if fail_if is not None:
+        check_condition(fail_if)
+    files = _writable([path for path in (json_to, html_to, csv_to) if path not in (None, "-")])
+    report = _measure(model, _options(given))
+    for path, text in ((json_to, report.json), (html_to, report.html), (csv_to, report.csv)):
+        if path is not None and path != "-":
+            files[path].write(text())
+            talk().print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+    if json_to == "-":
+        click.echo(report.json(), nl=False)
+    else:
+        _show(report)
+    if fail_if is not None and report.holds(fail_if):
+        talk().print(f"--fail-if holds: {fail_if}", markup=False, soft_wrap=True)
+        return 1
+    return 130 if report.data["interrupted"] else 0
+
+
+def _options(given: dict[str, Any]) -> Options:
+    from edgekv.compare import Options
+    from edgekv.settings import Settings
+
+    settings = Settings(n_ctx=256, kv_type=given.pop("kv_type"), n_threads=given.pop("threads"))
+    arms = tuple(filter(None, (given.pop("arms") or "").split(",")))
+    return Options(settings=settings, arms=arms, **given)
+
+
+def _measure(model: str, options: Options) -> Report:
+    from edgekv import compare
+
+    with progress("comparing", unit="%", eta=True) as update:
+        return compare.run(model, options, watch=lambda _what, done, total: update(done, total))
+
+
+class _File:
+    """A file that is replaced as a whole, or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        if path.is_dir() or not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'there is no such folder'}")
+        self._path = path
+
+    def write(self, text: str) -> None:
+        import os
+
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text, "utf-8")
+            temporary.replace(self._path)
+        except OSError as err:
+            temporary.unlink(missing_ok=True)
+            raise UsageError(f"cannot write {self._path}: {err.strerror or err}") from err
+
+
+def _writable(paths: Sequence[str | None]) -> dict[str, _File]:
+    """What is to be written, looked at before minutes are spent on measuring."""
+    return {path: _File(Path(path)) for path in paths if path is not None}
+
+
+def _show(report: Report) -> None:
+    """The three blocks as tables, the verdict last: it is what stays on the screen."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from edgekv.compare.markdown import blocks, header
+
+    out = console()
+    out.print(header(report.data), style="dim", markup=False)
+    for title, rows in blocks(report.data):
+        if len(rows) > 1:
+            table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+            for n, name in enumerate(rows[0]):
+                table.add_column(name, justify="right" if n else "left")
+            for row in rows[1:]:
+                table.add_row(*row)
+            out.print(table)
+    out.print(report.verdict, markup=False, style="bold")

@@ -1,0 +1,164 @@
+"""Cost: from the edit to the first token of the answer, by the length of the span and of what stands behind it.
+
+Arms take turns on one session, which is brought back to where it stood after each; the first turn warms up and does
+not count. A fork would have its cells copied before they move, which a user's session has not, so no arm that moves
+cells runs in one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+
+from edgekv.compare.statistics import spread
+from edgekv.engine import Engine
+from edgekv.model import Model, TokenArray
+from edgekv.session import Session
+from edgekv.settings import Settings
+from edgekv.transcript import Hiding
+
+BEFORE: Final = 256  # tokens in front of the span
+QUESTION: Final = 16
+DECODED: Final = 24  # tokens generated behind the question where decode speed is measured
+
+TIMED: Final = ("full", "mask", "mask_keep_gap", "mask_auto", "cache_reuse", "restart", "restart_cold")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """One point of the curve, in tokens."""
+
+    span: int
+    suffix: int
+
+    @property
+    def num_tokens(self) -> int:
+        return BEFORE + self.span + self.suffix
+
+    def work(self, repeat: int) -> int:
+        """Tokens read when it is measured, for the progress bar."""
+        return self.num_tokens + (repeat + 1) * (2 * self.suffix + BEFORE + 4 * QUESTION)
+
+
+@dataclass
+class Timing:
+    """One arm at one point."""
+
+    edit_ms: list[float] = field(default_factory=list)
+    ttft_ms: list[float] = field(default_factory=list)
+    decode_tps: list[float] = field(default_factory=list)
+    tokens_redecoded: int = 0
+    cells_used: int = 0
+    kv_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "edit_ms": spread(self.edit_ms),
+            "ttft_ms": spread(self.ttft_ms),
+            "decode_tps": spread(self.decode_tps),
+            "tokens_redecoded": self.tokens_redecoded,
+            "cells_used": self.cells_used,
+            "kv_bytes": self.kv_bytes,
+        }
+
+
+class Point:
+    """The texts of one point in a session, on an engine of their own."""
+
+    def __init__(self, model: Model, settings: Settings, tokens: TokenArray, lengths: Lengths) -> None:
+        self.lengths = lengths
+        ends = np.cumsum([BEFORE, lengths.span, lengths.suffix, QUESTION])
+        self.before, self.span, self.suffix, self.question = np.split(np.resize(tokens, ends[-1]), ends[:-1])
+        self.engine = Engine(model, settings)
+        self.session = Session(self.engine)
+        for part, name in ((self.before, "before"), (self.span, "span"), (self.suffix, "suffix")):
+            self.session.append(part, name=name)
+        self.session.logits()
+
+    def close(self) -> None:
+        self.session.close()
+        self.engine.close()
+
+    # -- one turn of an arm -------------------------------------------------------------------------------------
+
+    def take(self, arm: str, timing: Timing, *, decode: bool) -> None:
+        """Make the edit, read the question, draw a token; then all is as before."""
+        self.engine.settle()
+        began = time.perf_counter()
+        if arm in ("restart", "restart_cold"):
+            self._restarted(arm, timing, began, decode=decode)
+        else:
+            self._edited(arm, timing, began, decode=decode)
+
+    def _edited(self, arm: str, timing: Timing, began: float, *, decode: bool) -> None:
+        session, length = self.session, len(self.session.tokens)
+        read_again = EDITS[arm](session)
+        timing.edit_ms.append((time.perf_counter() - began) * 1e3)
+        self._answer(session, timing, began, decode=decode)
+        timing.tokens_redecoded = read_again
+        session.rewind(length)
+        if read_again:  # what was read again knows nothing of the span
+            session.rewind("suffix")
+        if arm != "full":
+            session.unmask("span")
+        if read_again:
+            session.append(self.suffix, name="suffix")
+        session.logits()
+
+    def _restarted(self, arm: str, timing: Timing, began: float, *, decode: bool) -> None:
+        session = self.session.fork() if arm == "restart" else Session(self.engine)
+        with session:
+            if arm == "restart":
+                session.rewind("span")
+            else:
+                session.append(self.before)
+            timing.edit_ms.append((time.perf_counter() - began) * 1e3 if arm == "restart" else 0.0)
+            session.append(self.suffix)
+            self._answer(session, timing, began, decode=decode)
+            timing.tokens_redecoded = self.lengths.suffix + (BEFORE if arm == "restart_cold" else 0)
+
+    def _answer(self, session: Session, timing: Timing, began: float, *, decode: bool) -> None:
+        session.append(self.question)
+        int(session.logits().argmax())
+        timing.ttft_ms.append((time.perf_counter() - began) * 1e3)
+        if decode and (speed := session.generate(DECODED).timings.tokens_per_s):
+            timing.decode_tps.append(speed)
+        stats = session.stats
+        timing.cells_used, timing.kv_bytes = stats.cells_used, stats.kv_bytes_used
+
+
+def _cache_reuse(session: Session) -> int:
+    with session.lock:
+        session._transcript.mask(session._rows("span"), Hiding("close", suffix_moves=True))
+    return 0
+
+
+EDITS: Final[dict[str, Callable[[Session], int]]] = {
+    "full": lambda _s: 0,
+    "mask": lambda s: s.mask("span").prefilled,
+    "mask_keep_gap": lambda s: s.mask("span", gap="keep").prefilled,
+    "mask_auto": lambda s: s.mask("span", then="auto").prefilled,
+    "cache_reuse": _cache_reuse,
+}
+
+
+def measure(point: Point, arms: tuple[str, ...], repeat: int, *, decode: bool) -> Iterator[dict[str, Timing]]:
+    """Turn after turn, the arms in an order that goes round; yields what is known after each turn, the first (which
+    warms up) as an empty one."""
+    timings = {arm: Timing() for arm in arms}
+    for turn in range(repeat + 1):
+        kept = timings if turn else {arm: Timing() for arm in arms}
+        for number in range(len(arms)):
+            arm = arms[(number + turn) % len(arms)]
+            point.take(arm, kept[arm], decode=decode)
+        yield timings
+
+
+def settings_for(lengths: Lengths, base: Settings) -> Settings:
+    """Cells for the session, and for the restarts beside it."""
+    cells = lengths.num_tokens + BEFORE + 2 * lengths.suffix + 4 * QUESTION + 2 * DECODED + 64
+    return replace(base, n_ctx=max(cells, base.n_ctx), n_sessions=2)

@@ -1,0 +1,154 @@
+"""The report as Markdown, for issues and READMEs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from edgekv.compare.verdict import words
+
+TITLES: Final = {
+    "full": "nothing hidden",
+    "mask": "mask, gap closed",
+    "mask_keep_gap": "mask, gap kept",
+    "mask_auto": 'mask, then="auto"',
+    "mask_recompute": "mask, all read again",
+    "isolated": "read in isolation, masked",
+    "cache_reuse": "cut out, suffix moved",
+    "restart": "restart, prefix reused",
+    "restart_cold": "restart from token 0",
+    "summary_mask": "document masked, summary kept",
+    "summary_clean": "document masked, summary read again",
+    "summary_restart": "new prompt with the summary",
+    "placebo": "another stretch masked",
+}
+
+
+def render(data: dict[str, Any]) -> str:
+    """Header, the three blocks, the curve, the verdict."""
+    parts = [f"**{data['verdict']}**", header(data)]
+    for title, rows in blocks(data):
+        if len(rows) > 1:
+            parts += [f"### {title}", table(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def header(data: dict[str, Any]) -> str:
+    machine, model, work = data["machine"], data["model"], data["workload"]
+    masked, behind = work["tokens_masked"], work["tokens_behind"]
+    lengths = f", on average {masked:.0f} tokens masked and {behind:.0f} behind" if work["cases"] else ""
+    cut = " Interrupted: only what was finished counts." if data["interrupted"] else ""
+    floor = data["noise"]["vs_restart"].get("kld_mean")
+    noise = f" Noise floor: KL {floor:.4f}, the restart again with other batch boundaries." if floor is not None else ""
+    return (
+        f"{model['name']} ({model['file']}), {model['kv_type']} KV, {machine['cpu']}, {machine['threads']} threads, "
+        f"llama.cpp {machine['build']['llama_cpp']}. Workload {work['name']}: {work['cases']} cases, "
+        f"{work['compared']} of them compared token by token{lengths}; seed {data['settings']['seed']}.{noise}{cut}"
+    )
+
+
+def blocks(data: dict[str, Any]) -> list[tuple[str, list[Sequence[str]]]]:
+    """The three blocks of figures, and the curve, as rows of text; the first row is the head."""
+    return [
+        (f"Cost ({_longest(data)})", list(cost_rows(data))),
+        ("Consistency, against the restart", list(consistency_rows(data, "vs_restart"))),
+        ("What still leaks", list(leak_rows(data))),
+        ("First token, in seconds, by the number of tokens behind the span", list(curve_rows(data))),
+    ]
+
+
+def _longest(data: dict[str, Any]) -> str:
+    point = max(data["curve"], key=lambda p: p["span"] + p["suffix"], default=None)
+    return (
+        f"{point['span']:,} tokens masked, {point['suffix']:,} behind; median, quartiles" if point else "not measured"
+    )
+
+
+def cost_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
+    yield ("", "edit, ms", "first token, s", "read again", "decode, tokens/s", "cells", "KV, MB")
+    for name, arm in data["arms"].items():
+        if arm["n"]:
+            yield (
+                TITLES[name],
+                _spread(arm["edit_ms"], 1, 1),
+                _spread(arm["ttft_ms"], 1e-3, 2),
+                f"{arm['tokens_redecoded']:,}",
+                _spread(arm["decode_tps"], 1, 1),
+                f"{arm['cells_used']:,}",
+                f"{arm['kv_bytes'] / 1e6:.1f}",
+            )
+
+
+def consistency_rows(data: dict[str, Any], reference: str) -> Iterable[Sequence[str]]:
+    yield ("", "KL mean (95 %)", "median", "p99", "same top", "RMS dp", "dNLL", "same greedy tokens", "in words")
+    floor = data["noise"][reference].get("kld_mean")
+    arms = {**data["arms"], "noise": {reference: data["noise"][reference]}}
+    for name, arm in arms.items():
+        vs = arm[reference]
+        if vs and name != reference.removeprefix("vs_"):
+            yield (
+                TITLES.get(name, "noise floor"),
+                f"{vs['kld_mean']:.4f}{_interval(vs['kld_ci'], 4)}",
+                f"{vs['kld_median']:.4f}",
+                f"{vs['kld_p99']:.3f}",
+                f"{vs['same_top']:.1%}",
+                f"{vs['rms_dp']:.3f}",
+                _signed(vs["dnll"]),
+                "-" if vs["greedy_match_tokens"] is None else f"{vs['greedy_match_tokens']:.0f}",
+                "-" if name == "noise" or floor is None else words(vs["kld_mean"], floor),
+            )
+
+
+def leak_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
+    yield ("", "found", "95 %", "chance", "n", "leaned on", "not leaned on", "channel index", "visible facts")
+    for name, arm in data["arms"].items():
+        if arm["leak"].get("n"):
+            yield (TITLES[name], *_leak(arm["leak"]), _share(arm["facts"]))
+    if data["controls"].get("n"):
+        yield ("control: never told", *_leak(data["controls"]), "-")
+
+
+def _leak(leak: dict[str, Any]) -> tuple[str, ...]:
+    low, high = leak["ci"]
+    index = leak.get("channel_index")
+    return (
+        f"{leak['accuracy']:.0%}",
+        f"{low:.0%}-{high:.0%}",
+        f"{leak['chance']:.0%}",
+        str(leak["n"]),
+        _share(leak.get("used")),
+        _share(leak.get("unused")),
+        "-" if index is None else f"{index:+.2f}",
+    )
+
+
+def curve_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
+    names = [n for n in TITLES if any(n in p["arms"] for p in data["curve"])]
+    yield ("masked", "behind", *(TITLES[n] for n in names))
+    for point in data["curve"]:
+        cells = [_spread(point["arms"][n]["ttft_ms"], 1e-3, 2) if n in point["arms"] else "-" for n in names]
+        yield (f"{point['span']:,}", f"{point['suffix']:,}", *cells)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
+
+
+def _spread(found: dict[str, Any] | None, factor: float, digits: int) -> str:
+    if not found or found["median"] is None:
+        return "-"
+    low, high = (q * factor for q in found["iqr"])
+    return f"{found['median'] * factor:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def _interval(ci: list[float] | None, digits: int) -> str:
+    return "" if ci is None else f" ({ci[0]:.{digits}f}-{ci[1]:.{digits}f})"
+
+
+def _share(found: dict[str, Any] | None) -> str:
+    return f"{found['accuracy']:.0%} of {found['n']}" if found and found.get("n") else "-"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3f}"

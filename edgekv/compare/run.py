@@ -1,0 +1,247 @@
+"""A run: cost at every point, then case after case, arm after arm; what is finished counts, whatever stops it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from edgekv.compare import arms as arms_module
+from edgekv.compare import cost, leak
+from edgekv.compare.arms import ALWAYS, DEFAULT, OF_SUMMARY, SAME_COST, Piece, Stage, Texts
+from edgekv.compare.case import Case, Style, chatml_style, plain_style
+from edgekv.compare.consistency import Against, Rows, Tokens, greedy_match
+from edgekv.compare.cost import Lengths, Timing
+from edgekv.compare.leak import Answers
+from edgekv.compare.prose import Writer
+from edgekv.compare.workloads import DEFAULT_CASES, FEW, find
+from edgekv.engine import Engine
+from edgekv.errors import UsageError
+from edgekv.model import Model, TokenArray
+from edgekv.prompt import has_chatml
+from edgekv.session import Session
+from edgekv.settings import Settings
+
+_SUMMARY_TOKENS: Final = 96
+
+#: Called with (what is being done, work done, work in all); a unit of work is about a token read.
+Watch = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run. cases: None for what suits the workload. compared: cases whose distributions are compared too
+    (the others are only asked). repeat: of each timing. suffix, span: tokens, of the curve. tokens: of the restart's
+    own continuation."""
+
+    workload: str = "canary"
+    arms: tuple[str, ...] = ()
+    cases: int | None = None
+    compared: int = FEW
+    repeat: int = 5
+    suffix: tuple[int, ...] = (64, 256, 1024)
+    span: tuple[int, ...] = (256, 1024)
+    tokens: int = 48
+    seed: int = 0
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        for name in ("cases", "compared", "repeat", "tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}")
+        if not self.suffix or not self.span or min(*self.suffix, *self.span) < 1:
+            raise UsageError("suffix and span are one or more lengths of at least 1 token")
+
+    @property
+    def num_cases(self) -> int:
+        return self.cases or DEFAULT_CASES.get(self.workload, FEW)
+
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        return arms_module.check(self.arms or (OF_SUMMARY if self.workload == "summary" else DEFAULT))
+
+    @property
+    def points(self) -> list[Lengths]:
+        return [Lengths(span, suffix) for span in self.span for suffix in self.suffix]
+
+
+@dataclass
+class Results:
+    """What was measured."""
+
+    timings: dict[Lengths, dict[str, Timing]] = field(default_factory=dict)
+    vs_restart: dict[str, Against] = field(default_factory=dict)
+    vs_full: dict[str, Against] = field(default_factory=dict)
+    secrets: dict[str, Answers] = field(default_factory=dict)
+    facts: dict[str, Answers] = field(default_factory=dict)
+    controls: dict[str, Answers] = field(default_factory=dict)
+    cases: int = 0
+    compared: int = 0
+    lengths: list[tuple[int, int]] = field(default_factory=list)  # tokens of a case: masked, behind the mask
+    interrupted: bool = False
+    rss_peak: int = 0  # of the process; the arms share one cache
+
+
+class Run:
+    """One run on a model; :meth:`all` does it, ``results`` holds what is there so far."""
+
+    def __init__(self, model: Model, options: Options = Options(), watch: Watch = lambda *_: None) -> None:
+        if not model.capabilities.mask:
+            raise UsageError(f"there is nothing to compare: {model.capabilities.mask.reason}")
+        self.model, self.options, self.watch = model, options, watch
+        self.names = self._possible(options.arm_names)
+        self.results = Results()
+        self.style: Style = chatml_style() if has_chatml(model) else plain_style()
+        self._cases = list(islice(find(options.workload)(self.style, options.seed), options.num_cases))
+        self._done, self._total = 0, self._work()
+
+    def _possible(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Arms that this model's memory can play: without shifts there is one gap, and nothing moves."""
+        if self.model.close_gaps(self.options.settings.kv_type):
+            return names
+        return tuple(n for n in names if n not in ("mask_keep_gap", "isolated", "cache_reuse"))
+
+    def _work(self) -> int:
+        points = sum(p.work(self.options.repeat) for p in self.options.points)
+        texts = [Texts.of(case, self.model, 0) for case in self._cases]
+        return points + sum(self._case_work(t, number) for number, t in enumerate(texts))
+
+    def _case_work(self, texts: Texts, number: int) -> int:
+        compared = number < self.options.compared
+        read = texts.num_tokens + 50 * len(self.names)
+        return read + (compared and (2 * self.options.tokens + 64) * len(self.names) + texts.num_tokens)
+
+    def all(self) -> Results:
+        """Measure. Ctrl-C ends it and keeps what is finished."""
+        try:
+            self._measure_cost()
+            for number, case in enumerate(self._cases):
+                self._measure_case(number, case)
+        except KeyboardInterrupt:
+            self.results.interrupted = True
+        self.results.rss_peak = _rss_peak()
+        return self.results
+
+    def _step(self, what: str, work: int) -> None:
+        self._done += work
+        self.watch(what, min(self._done, self._total), self._total)
+
+    # -- cost ---------------------------------------------------------------------------------------------------
+
+    def _measure_cost(self) -> None:
+        timed = tuple(n for n in cost.TIMED if n in self.names or n in {SAME_COST.get(a) for a in self.names})
+        longest = max(self.options.points, key=lambda p: p.num_tokens)
+        for lengths in self.options.points:
+            tokens = self.model.tokenize(Writer(self.options.seed).passage(max(40, lengths.num_tokens // 12)))
+            point = cost.Point(self.model, cost.settings_for(lengths, self.options.settings), tokens, lengths)
+            with contextlib.closing(point):
+                share = lengths.work(self.options.repeat) // (self.options.repeat + 1)
+                decode = lengths == longest
+                for timings in cost.measure(point, timed, self.options.repeat, decode=decode):
+                    self.results.timings[lengths] = timings
+                    self._step(f"timing, {lengths.span} masked, {lengths.suffix} behind", share)
+
+    # -- cases --------------------------------------------------------------------------------------------------
+
+    def _measure_case(self, number: int, case: Case) -> None:
+        texts = Texts.of(case, self.model, self.options.seed + number)
+        settings = replace(
+            self.options.settings,
+            n_ctx=4 * texts.num_tokens + 8 * self.options.tokens + 1024,
+            n_sessions=6,
+            n_archives=2,
+        )
+        with Engine(self.model, settings) as engine:
+            if case.summarise:
+                texts = self._with_summary(engine, case, texts)
+            with contextlib.closing(Stage(engine, texts)) as stage:
+                if number < self.options.compared:
+                    self._compare(stage)
+                self._ask(stage, case)
+        behind = sum(len(p.tokens) for p in texts.behind if not p.mask)
+        self.results.lengths.append((sum(len(p.tokens) for p in texts.pieces if p.mask), behind))
+        self.results.cases += 1
+        self._step(f"case {number + 1} of {len(self._cases)}", self._case_work(texts, number))
+
+    def _with_summary(self, engine: Engine, case: Case, texts: Texts) -> Texts:
+        """The texts with the model's own summary behind what it sums up."""
+        with contextlib.closing(Stage(engine, texts)) as stage, stage.full.fork() as session:
+            ask = self.model.tokenize(case.summarise, special=case.special)
+            session.append(ask)
+            said = session.generate(_SUMMARY_TOKENS).finish().tokens
+        end = self.model.tokenize("<|im_end|>\n" if case.special else "\n", special=case.special)
+        summary = np.concatenate([ask, np.asarray(said, np.int32), end])
+        return replace(texts, pieces=(*texts.pieces, Piece("summary", summary, mask=False)))
+
+    # -- consistency --------------------------------------------------------------------------------------------
+
+    def _compare(self, stage: Stage) -> None:
+        true = np.concatenate([stage.texts.question, stage.texts.continuation])
+        greedy, references = self._references(stage, true)
+        for name in (*self.names, "noise"):
+            with stage.play(name) as session:
+                rows = self._rows(session, stage.texts.question, true, greedy)
+            for found, reference in zip((self.results.vs_restart, self.results.vs_full), references, strict=True):
+                _add(found.setdefault(name, Against()), reference, rows, (true, greedy))
+        self.results.compared += 1
+
+    def _references(self, stage: Stage, true: TokenArray) -> tuple[TokenArray, list[tuple[Rows, Rows]]]:
+        """The restart's own continuation, and the logits of restart and full over it and over the true text."""
+        with stage.play("restart") as session, session.fork() as ahead:
+            if len(stage.texts.question):
+                ahead.append(stage.texts.question)
+            greedy = np.asarray(ahead.generate(self.options.tokens).finish().tokens, np.int32)
+        references = []
+        for name in ALWAYS[::-1]:
+            with stage.play(name) as session:
+                references.append(self._rows(session, stage.texts.question, true, greedy))
+        return greedy, references
+
+    @staticmethod
+    def _rows(session: Session, question: TokenArray, true: TokenArray, greedy: TokenArray) -> tuple[Rows, Rows]:
+        over_true = session.logits_over(true)
+        if len(question):
+            session.append(question)
+        return over_true, session.logits_over(greedy)
+
+    # -- leak ---------------------------------------------------------------------------------------------------
+
+    def _ask(self, stage: Stage, case: Case) -> None:
+        kinds = (
+            (case.secrets, self.results.secrets),
+            (case.facts, self.results.facts),
+            (case.controls, self.results.controls),
+        )
+        if not any(choices for choices, _ in kinds):
+            return
+        for name in self.names:
+            with stage.play(name) as session:
+                for choices, found in kinds:
+                    for choice in choices:
+                        answer = leak.ask(session, choice, special=case.special)
+                        found.setdefault(name, Answers()).add(answer, used=case.used)
+
+
+def _add(
+    against: Against, reference: tuple[Rows, Rows], rows: tuple[Rows, Rows], texts: tuple[TokenArray, TokenArray]
+) -> None:
+    true, greedy = texts
+    if len(true):
+        against.true.append(Tokens.between(reference[0], rows[0], true))
+    if len(greedy):
+        against.greedy.append(Tokens.between(reference[1], rows[1], greedy))
+        against.greedy_match.append(greedy_match(rows[1], greedy))
+
+
+def _rss_peak() -> int:
+    """The most resident memory this process ever had, in bytes."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

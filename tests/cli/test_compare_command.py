@@ -1,0 +1,95 @@
+"""edgekv compare, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Edgekv = Callable[..., Any]
+TinyPath = Callable[..., Path]
+QUICK = ("--cases", "2", "--compared", "1", "--repeat", "1", "--suffix", "16", "--span", "32", "--threads", "1")
+
+
+def test_tables_and_a_verdict(edgekv: Edgekv, tiny_path: TinyPath) -> None:
+    done = edgekv("compare", tiny_path("llama"), *QUICK)
+    assert done.code == 0
+    for said in (
+        "Cost (32 tokens masked, 16 behind",
+        "Consistency, against the restart",
+        "What still leaks",
+        "noise floor",
+    ):
+        assert said in done.out
+    assert "\x1b" not in done.out
+    assert "Too small to tell" in re.sub(r"\s+", " ", done.out)
+
+
+def test_files_and_json(edgekv: Edgekv, tiny_path: TinyPath, tmp_path: Path) -> None:
+    page, table = tmp_path / "r.html", tmp_path / "r.csv"
+    done = edgekv("compare", tiny_path("llama"), *QUICK, "--json", "-", "--html", page, "--csv", table)
+    told = json.loads(done.out)
+    assert (done.code, told["schema"]) == (0, "edgekv.compare/1")
+    keys = {"schema", "machine", "model", "settings", "workload", "noise", "arms", "curve", "verdict"}
+    assert keys <= set(told)
+    arm: dict[str, Any] = told["arms"]["mask"]
+    assert {
+        "n",
+        "edit_ms",
+        "ttft_ms",
+        "tokens_redecoded",
+        "decode_tps",
+        "cells_used",
+        "kv_bytes",
+        "rss_peak_bytes",
+    } <= set(arm)
+    assert {"median", "iqr"} <= set(arm["ttft_ms"])
+    wanted = {"kld_mean", "kld_ci", "kld_median", "kld_p99", "same_top", "rms_dp", "dnll", "greedy_match_tokens"}
+    assert wanted <= set(arm["vs_restart"]) & set(arm["vs_full"])
+    assert {"accuracy", "ci", "chance", "n"} <= set(arm["leak"])
+    assert told["settings"]["seed"] == 0
+    assert page.read_text("utf-8").startswith("<!doctype html>")
+    assert table.read_text("utf-8").startswith("arm,")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.csv", "r.html"]
+
+
+@pytest.mark.parametrize(("limit", "code"), [("100", 0), ("0", 1)])
+def test_fail_if(edgekv: Edgekv, tiny_path: TinyPath, limit: str, code: int) -> None:
+    done = edgekv("compare", tiny_path("llama"), *QUICK, "--fail-if", f"mask.vs_restart.kld_mean > {limit}")
+    assert done.code == code
+    assert ("--fail-if holds" in done.err) is bool(code)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--workload", "nothing"], "no workload 'nothing'"),
+        (["--arms", "mask,magic"], "no arm 'magic'"),
+        (["--suffix", "a,b"], "no list of whole numbers"),
+        (["--suffix", "0"], "at least 1"),
+        (["--fail-if", "mask"], "no condition"),
+        (["--html", "/nowhere/r.html"], "no such folder"),
+        (["--json", "/tmp"], "it is a folder"),
+        (["--cases", "0"], "--cases"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(
+    edgekv: Edgekv, tiny_path: TinyPath, args: list[str], said: str
+) -> None:
+    done = edgekv("compare", tiny_path("llama"), *args)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+
+
+def test_the_user_s_own_text(edgekv: Edgekv, tiny_path: TinyPath, tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("Some text before.\n<<<mask\nThe secret.\nmask>>>\nSome text behind.\n")
+    done = edgekv("compare", tiny_path("llama"), *QUICK[2:], "--workload", path, "--json", "-")
+    told = json.loads(done.out)
+    assert told["workload"]["cases"] == 1
+    assert told["arms"]["mask"]["leak"] == {}
+    assert "was not asked" in told["verdict"]

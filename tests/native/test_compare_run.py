@@ -1,0 +1,185 @@
+"""compare on tiny models: right by construction, and the planted mistakes it must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgekv import Model, Receipt, Session, Settings, compare, errors
+from edgekv.compare import arms, cost
+from edgekv.compare.arms import Stage, Texts, placebo_span
+from edgekv.compare.case import plain_style
+from edgekv.compare.cost import Lengths
+from edgekv.compare.run import Options, Run
+from edgekv.compare.workloads import find
+
+TinyPath = Callable[..., Path]
+EXACT = Settings(n_ctx=256, n_threads=1, kv_type="f32", flash_attention=False)
+QUICK = Options(cases=2, compared=2, repeat=1, suffix=(32, 48), span=(64,), tokens=12, settings=EXACT)
+
+
+@pytest.fixture(params=["llama", "gemma3", "yarn"])
+def model(request: pytest.FixtureRequest, tiny_path: TinyPath) -> Iterator[Model]:
+    with Model(tiny_path(request.param)) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def llama(tiny_path: TinyPath) -> Iterator[Model]:
+    with Model(tiny_path("llama")) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("workload", ["canary", "chat", "tools", "think", "summary"])
+def test_right_by_construction(model: Model, workload: str) -> None:
+    """A restart is 0 from itself, reading in isolation or all of it again is a restart, and hiding nothing is not."""
+    wanted = ("mask", "mask_recompute", "isolated") if workload != "summary" else ()
+    data = compare.run(model, replace(QUICK, workload=workload, arms=wanted)).data
+    kld = {name: arm["vs_restart"]["kld_mean"] for name, arm in data["arms"].items()}
+    assert kld["restart"] == 0
+    assert data["arms"]["full"]["vs_full"]["kld_mean"] == 0
+    assert kld["full"] > 0.02
+    for name in {"mask_recompute", "isolated", "summary_clean", "summary_restart"} & set(kld):
+        assert kld[name] < 1e-3
+    assert data["noise"]["vs_restart"]["kld_mean"] < 1e-3
+    assert data["arms"]["restart"]["vs_restart"]["same_top"] == 1
+    assert (data["workload"]["cases"], data["workload"]["compared"]) == (2, 2)
+
+
+def test_every_arm_costs_what_it_reads(llama: Model) -> None:
+    data = compare.run(llama, QUICK).data
+    read = {name: arm["tokens_redecoded"] for name, arm in data["arms"].items()}
+    assert read["mask"] == read["mask_keep_gap"] == read["cache_reuse"] == read["full"] == 0
+    assert read["restart"] == read["mask_auto"] == 48
+    assert read["restart_cold"] == 48 + cost.BEFORE
+    assert {p["suffix"] for p in data["curve"]} == {32, 48}
+    for arm in data["arms"].values():
+        assert arm["ttft_ms"]["n"] == 1
+        assert arm["kv_bytes"] == arm["cells_used"] * llama.kv_bytes_per_token("f32")
+        assert arm["rss_peak_bytes"] > 1e6
+
+
+def test_timing_leaves_the_session_where_it_was(model: Model) -> None:
+    """An arm that moved something would make the next one slower, or wrong."""
+    lengths = Lengths(64, 32)
+    tokens = np.arange(4, 260, dtype=np.int32)
+    point = cost.Point(model, cost.settings_for(lengths, EXACT), tokens, lengths)
+    session = point.session
+    before, logits = session.visible_tokens.tolist(), session.logits()
+    names = [n for n in cost.TIMED if n != "mask_keep_gap" or session.engine.can_shift]
+    for name in names if session.engine.can_shift else ("full", "mask", "restart", "restart_cold"):
+        point.take(name, cost.Timing(), decode=True)
+        assert session.visible_tokens.tolist() == before
+        assert np.abs(session.logits() - logits).max() < 1e-2
+        session.audit()
+    point.close()
+
+
+def test_the_control_sits_at_chance(llama: Model) -> None:
+    """And so does everything on a model that knows nothing: it is told so, not that nothing leaks."""
+    options = Options(
+        cases=100, compared=1, repeat=1, suffix=(16,), span=(16,), tokens=4, settings=EXACT, arms=("mask",)
+    )
+    data = compare.run(llama, options).data
+    low, high = data["controls"]["ci"]
+    assert low <= 0.1 <= high
+    assert data["controls"]["n"] == 100
+    assert "Too small to tell" in data["verdict"]
+
+
+# -- planted mistakes -------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_that_does_nothing_is_noticed(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: Any, **__: Any) -> Receipt:
+        return Receipt("mask", (), 0, 0.0)
+
+    monkeypatch.setattr(Session, "mask", nothing)
+    monkeypatch.setattr(cost, "TIMED", ())
+    with pytest.raises(errors.AuditFailed, match="the arm 'mask' shows"):
+        compare.run(llama, QUICK)
+
+
+def test_a_restart_that_keeps_the_span_is_noticed(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeps(stage: Stage) -> Session:
+        session = stage.common.fork()
+        arms.append(session, stage.texts.behind)
+        return session
+
+    monkeypatch.setitem(arms.ARMS, "restart", keeps)
+    with pytest.raises(errors.AuditFailed, match="the arm 'restart' shows"):
+        compare.run(llama, QUICK)
+
+
+def test_arms_that_read_otherwise_are_noticed(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cold(stage: Stage) -> Session:
+        session = Session(stage.engine)
+        session.append(stage.texts.visible[::-1].copy())
+        return session
+
+    monkeypatch.setitem(arms.ARMS, "restart_cold", cold)
+    with pytest.raises(errors.AuditFailed):
+        compare.run(llama, QUICK)
+
+
+# -- Ctrl-C and nonsense ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [1, 4, 6])
+def test_what_is_finished_counts(llama: Model, after: int) -> None:
+    calls: list[str] = []
+
+    def watch(what: str, done: int, total: int) -> None:
+        assert 0 < done <= total
+        calls.append(what)
+        if len(calls) == after:
+            raise KeyboardInterrupt
+
+    data = compare.run(llama, replace(QUICK, cases=4), watch=watch).data
+    assert data["interrupted"]
+    assert len(data["curve"]) == min(2, -(-after // 2))
+    assert data["workload"]["cases"] == max(0, after - 4)
+    assert compare.Report(data).html()
+    assert "Interrupted" in str(compare.Report(data))
+
+
+def test_progress_ends_where_it_said(llama: Model) -> None:
+    told: list[tuple[int, int]] = []
+    compare.run(llama, QUICK, watch=lambda _what, done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert told[-1][0] >= 0.98 * told[-1][1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"cases": 0}, {"repeat": 0}, {"suffix": ()}, {"span": (0,)}, {"workload": "nothing"}, {"arms": ("mask", "magic")}],
+)
+def test_options_that_make_no_sense(llama: Model, changes: dict[str, Any]) -> None:
+    with pytest.raises(errors.UsageError):
+        compare.run(llama, **changes)
+
+
+def test_a_state_has_nothing_to_compare(tiny_path: TinyPath) -> None:
+    with pytest.raises(errors.UsageError, match="recurrent"):
+        compare.run(tiny_path("mamba"))
+
+
+def test_the_placebo_hides_other_text_of_the_same_length(llama: Model) -> None:
+    for seed in range(5):
+        texts = Texts.of(next(find("chat")(plain_style(), seed)), llama, seed)
+        start, stop = placebo_span(texts)
+        flags = np.concatenate([np.full(len(p.tokens), not p.mask) for p in texts.pieces])
+        assert flags[start:stop].all()
+        assert start >= 4
+        assert stop - start <= int((~flags).sum())
+
+
+def test_a_run_repeats_itself(llama: Model) -> None:
+    run = Run(llama, replace(QUICK, cases=1)), Run(llama, replace(QUICK, cases=1))
+    found = [compare.Report.of(r).data["arms"]["mask"]["vs_restart"] for r in run if r.all()]
+    assert found[0] == found[1]

@@ -1,0 +1,353 @@
+"""What compare computes and says, without a model: intervals, words, conditions, texts, the report."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgekv import errors
+from edgekv.compare import verdict
+from edgekv.compare.case import CHANCE_OF, Case, chatml_style, plain_style
+from edgekv.compare.consistency import Against, Tokens, greedy_match
+from edgekv.compare.html import body, render
+from edgekv.compare.leak import Answer, Answers, channel_index
+from edgekv.compare.prose import Writer
+from edgekv.compare.report import Report, check_condition
+from edgekv.compare.statistics import mean_ci, spread, wilson
+from edgekv.compare.workloads import NAMES, find
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+# -- intervals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "low", "high"),
+    [
+        (8, 10, 0.4902, 0.9433),
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (10, 100, 0.0552, 0.1744),
+        (1, 1, 0.2065, 1.0),
+    ],
+)
+def test_wilson_against_published_values(hits: int, n: int, low: float, high: float) -> None:
+    found = wilson(hits, n)
+    assert found is not None
+    assert found == pytest.approx([low, high], abs=1e-4)
+
+
+def test_intervals_of_nothing() -> None:
+    assert wilson(0, 0) is None
+    assert spread([]) == {"median": None, "iqr": None, "n": 0}
+    assert mean_ci([[1.0, 2.0]]) == (1.5, None)
+    assert math.isnan(mean_ci([])[0])
+
+
+def test_the_bootstrap_covers_the_mean() -> None:
+    """Of 200 samples of 12 cases, about 95 % of the intervals hold the true mean."""
+    rng, held = np.random.default_rng(1), 0
+    for number in range(200):
+        groups = [rng.normal(rng.normal(3, 1), 0.5, 20) for _ in range(12)]
+        _, ci = mean_ci(groups, seed=number)
+        assert ci is not None
+        held += ci[0] <= 3 <= ci[1]
+    assert 0.86 < held / 200 < 0.99
+
+
+def test_cases_are_drawn_whole() -> None:
+    """Many tokens of two cases are no more than two cases."""
+    _, ci = mean_ci([np.zeros(1000), np.ones(1000)])
+    assert ci == [0.0, 1.0]
+
+
+# -- distributions ----------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_tokens_against_plain_loops() -> None:
+    """KL, p99, same top, RMS of the change of p, log-likelihood: as llama-perplexity defines them, one by one."""
+    rng = np.random.default_rng(0)
+    reference, arm = (rng.normal(0, 2, (120, 30)).astype(np.float32) for _ in range(2))
+    tokens = rng.integers(0, 30, 120).astype(np.int32)
+    found = Against(true=[Tokens.between(reference, arm, tokens)]).as_dict()
+    klds, tops, dps, dnll = [], [], [], []
+    for row_p, row_q, token in zip(reference.tolist(), arm.tolist(), tokens.tolist(), strict=True):
+        p, q = ([math.exp(v) / sum(map(math.exp, row)) for v in row] for row in (row_p, row_q))
+        klds.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+        tops.append(p.index(max(p)) == q.index(max(q)))
+        dps.append(q[token] - p[token])
+        dnll.append(math.log(p[token]) - math.log(q[token]))
+    klds.sort()
+    at = 0.99 * 119
+    p99 = klds[int(at)] + (at - int(at)) * (klds[int(at) + 1] - klds[int(at)])
+    assert found["kld_mean"] == pytest.approx(sum(klds) / 120, rel=1e-5)
+    assert found["kld_p99"] == pytest.approx(p99, rel=1e-5)
+    assert found["same_top"] == sum(tops) / 120
+    assert found["rms_dp"] == pytest.approx(math.sqrt(sum(d * d for d in dps) / 120), rel=1e-5)
+    assert found["dnll"] == pytest.approx(sum(dnll) / 120, rel=1e-4)
+    assert sum(part["n"] for part in found["kld_by_distance"]) == 120
+
+
+def test_equal_rows_differ_by_nothing() -> None:
+    rows = np.random.default_rng(0).normal(0, 2, (40, 30)).astype(np.float32)
+    tokens = rows.argmax(axis=1).astype(np.int32)
+    found = Against(true=[Tokens.between(rows, rows, tokens)], greedy_match=[greedy_match(rows, tokens)]).as_dict()
+    assert (found["kld_mean"], found["same_top"], found["rms_dp"], found["dnll"]) == (0, 1, 0, 0)
+    assert found["greedy_match_tokens"] == 40
+    tokens[7] += 1
+    assert greedy_match(rows, tokens % 30) == 7
+
+
+def test_the_channel_index_runs_from_nothing_to_all() -> None:
+    def answers(nll: float) -> Answers:
+        return Answers([Answer(hit=False, nll=nll, chance=0.1)] * 5, [False] * 5)
+
+    assert channel_index(answers(8), answers(8), answers(2)) == 0
+    assert channel_index(answers(8), answers(2), answers(2)) == 1
+    assert channel_index(answers(8), answers(5), answers(2)) == 0.5
+    assert channel_index(answers(8), answers(5), answers(8)) is None
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+def sentences(case: Case) -> list[str]:
+    texts = [s.text for s in case.segments] + [case.question, case.continuation]
+    return [s for s in re.findall(r"[A-Z][^.?]*?\b[^.?]*[.?]", " ".join(texts)) if re.search(r"\d|[A-Z].*[A-Z]", s[1:])]
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("style", [plain_style(), chatml_style()], ids=["plain", "chatml"])
+def test_no_two_cases_share_what_they_tell(name: str, style: Any) -> None:
+    cases = list(islice(find(name)(style, 3), 40))
+    assert cases == list(islice(find(name)(style, 3), 40))
+    assert cases[0] != next(find(name)(style, 4))
+    for case in cases:
+        assert any(s.mask for s in case.segments)
+        assert not case.segments[0].mask
+    told = [set(sentences(case)) for case in cases]
+    frame = set.intersection(*told)  # what a workload says in every case: instructions, no content
+    for number, one in enumerate(told):
+        assert all(not (one - frame) & other for other in told[number + 1 :])
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_secret_stands_in_what_is_masked_and_nowhere_else(name: str) -> None:
+    for case in islice(find(name)(plain_style(), 0), 30):
+        masked = "".join(s.text for s in case.segments if s.mask)
+        visible = "".join(s.text for s in case.segments if not s.mask) + case.question
+        for choice in case.secrets:
+            code = choice.options[choice.right].strip()
+            assert code in masked
+            assert code not in visible
+        for choice in case.facts:
+            assert choice.options[choice.right].strip() in visible
+        for choice in case.controls:
+            assert choice.options[choice.right].strip() not in masked + visible
+        for choice in (*case.secrets, *case.facts, *case.controls):
+            assert len(set(choice.options)) == CHANCE_OF
+
+
+def test_right_answers_are_everywhere_in_the_list() -> None:
+    rights = [case.secrets[0].right for case in islice(find("canary")(plain_style(), 0), 300)]
+    counts = np.bincount(rights, minlength=CHANCE_OF)
+    assert counts.min() > 10
+
+
+def test_a_writer_never_says_it_twice() -> None:
+    writer = Writer(0)
+    said = [writer.sentence() for _ in range(3000)]
+    assert len(set(said)) == 3000
+    assert len({writer.surname() for _ in range(3000)}) == 3000
+
+
+# -- the user's own file ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_cases(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    segments = [{"text": "before "}, {"role": "tool", "text": "secret", "mask": True}, {"text": "after"}]
+    choice = {"ask": "a", "options": ["x", "y"], "right": 1}
+    lines = [{"segments": segments, "question": "?"}, {"segments": segments, "secrets": [choice]}]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    first, second = find(str(path))(plain_style(), 0)
+    assert [s.mask for s in first.segments] == [False, True, False]
+    assert first.question == "?"
+    assert second.secrets[0].right == 1
+
+
+def test_a_text_with_markers(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("before\n<<<mask\nsecret\nlines\nmask>>>\nafter\n")
+    (case,) = find(str(path))(plain_style(), 0)
+    assert [(s.text, s.mask) for s in case.segments] == [
+        ("before\n", False),
+        ("secret\nlines\n", True),
+        ("after\n", False),
+    ]
+
+
+_TWO = '"segments": [{"text": "a"}, {"text": "b", "mask": true}]'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", "{", "line 1"),
+        ("a.jsonl", "\n{}", "line 2: 'segments' is missing"),
+        ("a.jsonl", '{"segments": [{"text": "a"}]}', "mask"),
+        ("a.jsonl", '{"segments": [{"text": "a", "mask": true}]}', "in front of it"),
+        ("a.jsonl", '{"segments": [], "answer": 1}', "unknown key 'answer'"),
+        ("a.jsonl", f'{{{_TWO}, "secrets": [{{"ask": "", "options": ["x"], "right": 0}}]}}', "two or more"),
+        ("a.jsonl", "", "no case"),
+        ("a.jsonl", "[1]", "line 1"),
+        ("a.txt", "no marks", "<<<mask"),
+        ("a.txt", "mask>>>\n<<<mask\n", "<<<mask"),
+        ("a.txt", "<<<mask\nx\nmask>>>\n", "in front of it"),
+        ("a.txt", b"\xff\xfe\xff", "cannot read"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_none(tmp_path: Path, name: str, content: str | bytes, said: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(errors.UsageError, match=re.escape(said)):
+        list(find(str(path))(plain_style(), 0))
+
+
+def test_a_workload_that_is_none() -> None:
+    with pytest.raises(errors.UsageError, match="canary, chat"):
+        find("nothing")
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kld", "floor", "said"),
+    [
+        (0.003, 0.003, "within noise"),
+        (0.0044, 0.003, "within noise"),
+        (0.0018, 0.0005, "like q8_0"),
+        (0.02, 0.003, "less than q4_K_M"),
+        (0.06, 0.003, "more than q4_K_M"),
+        (0.5, 0.003, "16 times q4_K_M"),
+    ],
+)
+def test_words_for_a_divergence(kld: float, floor: float, said: str) -> None:
+    assert said in verdict.words(kld, floor)
+
+
+def curve(mask: list[float], restart: list[float]) -> list[dict[str, Any]]:
+    def timed(ms: float) -> dict[str, Any]:
+        return {"ttft_ms": {"median": ms, "iqr": [ms, ms], "n": 3}, "edit_ms": {"median": 1, "iqr": [1, 1], "n": 3}}
+
+    points = zip((64, 256, 1024), mask, restart, strict=True)
+    return [{"span": 256, "suffix": s, "arms": {"mask": timed(m), "restart": timed(r)}} for s, m, r in points]
+
+
+def test_where_a_mask_begins_to_pay() -> None:
+    assert verdict.break_even(curve([100] * 3, [64, 256, 1024])) == pytest.approx(100)
+    assert verdict.break_even(curve([10] * 3, [64, 256, 1024])) == pytest.approx(10)
+    assert verdict.break_even(curve([1] * 3, [200, 300, 900])) == 0
+    assert verdict.break_even(curve([100] * 3, [50, 50, 50])) is None
+    assert verdict.break_even([]) is None
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    data = json.loads((DATA / "compare.json").read_text("utf-8"))
+    data.update(changes)
+    return data
+
+
+def leak(hits: int, n: int) -> dict[str, Any]:
+    return {"accuracy": hits / n, "ci": wilson(hits, n), "chance": 0.1, "n": n}
+
+
+@pytest.mark.parametrize(
+    ("full", "mask", "restart", "said", "advice"),
+    [
+        (100, 12, 10, "no direct recall was seen", "mask"),
+        (100, 60, 10, "still decodable", "mask with recompute"),
+        (12, 12, 10, "Too small to tell", "mask"),
+    ],
+)
+def test_the_verdict(full: int, mask: int, restart: int, said: str, advice: str) -> None:
+    data = report()
+    for name, hits in (("full", full), ("mask", mask), ("restart", restart)):
+        data["arms"][name]["leak"] = leak(hits, 100)
+    data["arms"]["mask"]["vs_restart"]["kld_mean"] = 0.004
+    data["noise"]["vs_restart"]["kld_mean"] = 0.003
+    data["break_even_suffix"] = 0
+    found, text = verdict.decide(data)
+    assert (found, said in text) == (advice, True)
+
+
+def test_behind_a_short_text_a_restart_is_as_good() -> None:
+    data = report(break_even_suffix=500.0)
+    assert verdict.decide(data)[0] == "restart"
+
+
+@pytest.mark.parametrize(
+    ("expression", "holds"),
+    [
+        ("mask.vs_restart.kld_mean > 0", True),
+        ("mask.vs_restart.kld_mean > 5", False),
+        ("restart.vs_restart.kld_mean == 0 and mask.n >= 1", True),
+        ("mask.n < 0 or noise.vs_restart.kld_mean < 1", True),
+        ("workload.cases != 2", True),
+    ],
+)
+def test_conditions(expression: str, holds: bool) -> None:
+    assert Report(report()).holds(expression) is holds
+
+
+@pytest.mark.parametrize(
+    "expression", ["", "mask", "mask > ", "mask.vs_restart.kld_mean > x", "import os", "a > 1 and"]
+)
+def test_conditions_that_are_none(expression: str) -> None:
+    with pytest.raises(errors.UsageError, match="no condition"):
+        check_condition(expression)
+
+
+@pytest.mark.parametrize("path", ["mask.vs_restart.kld", "nothing.n", "mask.vs_restart", "model.name", "interrupted"])
+def test_a_condition_on_what_was_not_measured_is_no_pass(path: str) -> None:
+    with pytest.raises(errors.UsageError):
+        Report(report()).holds(f"{path} > 0")
+
+
+def test_the_page_needs_nothing_else() -> None:
+    page = render(report())
+    assert not re.findall(r"https?://|<script|<link|@import|src=|url\(", page)
+    assert page.count("<svg") == 3
+    assert "prefers-color-scheme:dark" in page
+    assert "nan" not in page.lower().replace("nanos", "")
+    assert body(report()) in page
+    assert Report(report())._repr_html_() == body(report())
+
+
+def test_markdown_and_csv_hold_every_arm() -> None:
+    found = Report(report())
+    assert found.markdown() == str(found)
+    for name in found.data["arms"]:
+        assert f"\n{name}," in found.csv()
+    assert json.loads(found.json()) == found.data
+
+
+def test_a_run_that_was_cut_short_still_has_a_report() -> None:
+    data = report(curve=[], interrupted=True)
+    for arm in data["arms"].values():
+        arm.update(vs_restart={}, vs_full={}, leak={}, facts={}, n=0, edit_ms=None, ttft_ms=None, decode_tps=None)
+    data.update(noise={"vs_restart": {}, "vs_full": {}}, controls={})
+    data["workload"].update(cases=0, tokens_masked=None, tokens_behind=None)
+    data["advice"], data["verdict"] = verdict.decide(data)
+    assert "Interrupted" in Report(data).markdown()
+    assert "<svg" not in Report(data).html()
+    assert data["advice"] == "measure more"
