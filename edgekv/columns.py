@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -137,7 +138,12 @@ def last(flags: Flags) -> int | None:
 def runs_of(chosen: Flags, pos: npt.NDArray[np.int32], *same: npt.NDArray[Any]) -> list[npt.NDArray[np.intp]]:
     """The chosen indexes, split wherever positions are not consecutive or one of the ``same`` columns changes."""
     indexes = np.flatnonzero(chosen)
-    cut = np.diff(pos[indexes]) != 1
+    if not len(indexes):
+        return []
+    places = pos[indexes]
+    cut = places[1:] - places[:-1] != 1
     for column in same:
-        cut |= column[indexes][1:] != column[indexes][:-1]
-    return [part for part in np.split(indexes, np.flatnonzero(cut) + 1) if len(part)]
+        values = column[indexes]
+        cut |= values[1:] != values[:-1]
+    ends = [0, *(np.flatnonzero(cut) + 1).tolist(), len(indexes)]
+    return [indexes[a:b] for a, b in pairwise(ends)]

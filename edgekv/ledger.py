@@ -50,6 +50,7 @@ class Ledger:
         self._n = 0
         self._ids = np.empty(256, np.int32)
         self._columns = Columns.empty(256)
+        self._rows: Columns | None = None  # views of those in use, made when asked for
         # These follow from the columns; kept because every generated token asks for them.
         self._last_visible: int | None = None
         self._view: View = ()
@@ -68,7 +69,9 @@ class Ledger:
     @property
     def columns(self) -> Columns:
         """Views of the rows in use; for reading."""
-        return self._columns.first(self._n)
+        if self._rows is None:
+            self._rows = self._columns.first(self._n)
+        return self._rows
 
     @property
     def blank(self) -> bool:
@@ -181,7 +184,7 @@ class Ledger:
         c.pos[start:stop] = np.arange(pos, pos + len(tokens), dtype=np.int32)
         c.state[start:stop], c.seq[start:stop] = State.VISIBLE, self.live
         c.reserved[start:stop], c.cell[start:stop], c.replaced[start:stop] = False, PRIVATE, False
-        self._n = stop
+        self._n, self._rows = stop, None
         self.places.append(len(tokens))
         if len(tokens):
             self._last_visible = stop - 1
@@ -196,7 +199,7 @@ class Ledger:
         c = self._columns
         self._ids[row], c.pos[row], c.state[row] = token, pos, 0
         c.seq[row], c.reserved[row], c.cell[row], c.replaced[row] = self.live, False, PRIVATE, False
-        self._n, self._last_visible = row + 1, row
+        self._n, self._rows, self._last_visible = row + 1, None, row
         self.places.append(1)
         return row
 
@@ -205,7 +208,7 @@ class Ledger:
         count = len(tokens)
         self._columns = self.columns.with_rows(row, Columns.dropped(count, self.live))
         self._ids = np.concatenate([self.ids[:row], tokens, self.ids[row:]])
-        self._n += count
+        self._n, self._rows = self._n + count, None
         self.places.insert(row, count)
         self.history.insert(row, count)
         self.originals = tuple(
@@ -265,7 +268,7 @@ class Ledger:
         """A copy to try things on."""
         other = copy.copy(self)
         other.history, other.places = self.history.copy(), self.places.copy()
-        other._ids, other._columns = self.ids.copy(), self.columns.copy()
+        other._ids, other._columns, other._rows = self.ids.copy(), self.columns.copy(), None
         return other
 
     def fork(self, live: int, archives: Sequence[int]) -> Ledger:

@@ -51,6 +51,11 @@ class Against:
     greedy: list[Tokens] = field(default_factory=list)
     greedy_match: list[int] = field(default_factory=list)
 
+    def extend(self, more: Against) -> None:
+        self.true += more.true
+        self.greedy += more.greedy
+        self.greedy_match += more.greedy_match
+
     def as_dict(self) -> dict[str, Any]:
         """The figures over all tokens; intervals are bootstrapped over cases. ``kld_by_distance``: means by the
         number of tokens behind the edit, in doublings."""

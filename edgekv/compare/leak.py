@@ -46,6 +46,10 @@ class Answers:
         self.each.append(answer)
         self.used.append(used)
 
+    def extend(self, more: Answers) -> None:
+        self.each += more.each
+        self.used += more.used
+
     def as_dict(self) -> dict[str, Any]:
         """{"accuracy", "ci", "chance", "n"}, and the same for cases whose later text leaned on the secret or not."""
         found = _summary(self.each)

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from edgekv._llama import uninterrupted
 from edgekv.compare import arms as arms_module
 from edgekv.compare import cost, leak
 from edgekv.compare.arms import ALWAYS, DEFAULT, OF_SUMMARY, SAME_COST, Piece, Stage, Texts
@@ -87,6 +88,17 @@ class Results:
     interrupted: bool = False
     rss_peak: int = 0  # of the process; the arms share one cache
 
+    def add(self, case: Results) -> None:
+        """All of a case that was finished, so that every arm has the same cases."""
+        for mine, its in ((self.vs_restart, case.vs_restart), (self.vs_full, case.vs_full)):
+            for name, against in its.items():
+                mine.setdefault(name, Against()).extend(against)
+        for kept, new in ((self.secrets, case.secrets), (self.facts, case.facts), (self.controls, case.controls)):
+            for name, answers in new.items():
+                kept.setdefault(name, Answers()).extend(answers)
+        self.cases, self.compared = self.cases + case.cases, self.compared + case.compared
+        self.lengths += case.lengths
+
 
 class Run:
     """One run on a model; :meth:`all` does it, ``results`` holds what is there so far."""
@@ -160,13 +172,15 @@ class Run:
         with Engine(self.model, settings) as engine:
             if case.summarise:
                 texts = self._with_summary(engine, case, texts)
+            found = Results(cases=1)
             with contextlib.closing(Stage(engine, texts)) as stage:
                 if number < self.options.compared:
-                    self._compare(stage)
-                self._ask(stage, case)
+                    self._compare(stage, found)
+                self._ask(stage, case, found)
         behind = sum(len(p.tokens) for p in texts.behind if not p.mask)
-        self.results.lengths.append((sum(len(p.tokens) for p in texts.pieces if p.mask), behind))
-        self.results.cases += 1
+        found.lengths.append((sum(len(p.tokens) for p in texts.pieces if p.mask), behind))
+        with uninterrupted():
+            self.results.add(found)
         self._step(f"case {number + 1} of {len(self._cases)}", self._case_work(texts, number))
 
     def _with_summary(self, engine: Engine, case: Case, texts: Texts) -> Texts:
@@ -181,15 +195,15 @@ class Run:
 
     # -- consistency --------------------------------------------------------------------------------------------
 
-    def _compare(self, stage: Stage) -> None:
+    def _compare(self, stage: Stage, found: Results) -> None:
         true = np.concatenate([stage.texts.question, stage.texts.continuation])
         greedy, references = self._references(stage, true)
         for name in (*self.names, "noise"):
             with stage.play(name) as session:
                 rows = self._rows(session, stage.texts.question, true, greedy)
-            for found, reference in zip((self.results.vs_restart, self.results.vs_full), references, strict=True):
-                _add(found.setdefault(name, Against()), reference, rows, (true, greedy))
-        self.results.compared += 1
+            for against, reference in zip((found.vs_restart, found.vs_full), references, strict=True):
+                _add(against.setdefault(name, Against()), reference, rows, (true, greedy))
+        found.compared = 1
 
     def _references(self, stage: Stage, true: TokenArray) -> tuple[TokenArray, list[tuple[Rows, Rows]]]:
         """The restart's own continuation, and the logits of restart and full over it and over the true text."""
@@ -212,20 +226,14 @@ class Run:
 
     # -- leak ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, stage: Stage, case: Case) -> None:
-        kinds = (
-            (case.secrets, self.results.secrets),
-            (case.facts, self.results.facts),
-            (case.controls, self.results.controls),
-        )
-        if not any(choices for choices, _ in kinds):
-            return
-        for name in self.names:
+    def _ask(self, stage: Stage, case: Case, found: Results) -> None:
+        kinds = ((case.secrets, found.secrets), (case.facts, found.facts), (case.controls, found.controls))
+        asked = [(choice, kept) for choices, kept in kinds for choice in choices]
+        for name in self.names if asked else ():
             with stage.play(name) as session:
-                for choices, found in kinds:
-                    for choice in choices:
-                        answer = leak.ask(session, choice, special=case.special)
-                        found.setdefault(name, Answers()).add(answer, used=case.used)
+                for choice, kept in asked:
+                    answer = leak.ask(session, choice, special=case.special)
+                    kept.setdefault(name, Answers()).add(answer, used=case.used)
 
 
 def _add(

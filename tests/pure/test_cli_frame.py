@@ -358,13 +358,23 @@ class Clock:
         return self.now
 
 
-def lines_of(steps: list[tuple[float, int]], total: int, unit: output.Unit = "B") -> list[str]:
+def lines_of(steps: list[tuple[float, int]], total: int, unit: output.Unit = "B", *, eta: bool = False) -> list[str]:
     clock, lines = Clock(), list[str]()
-    plain = output.PlainProgress("work", unit, clock, lines.append)
+    plain = output.PlainProgress("work", unit, clock, lines.append, eta=eta)
     for clock.now, done in steps:
         plain.update(done, total)
     plain.close()
     return lines
+
+
+def test_what_is_left_is_estimated_from_what_is_done() -> None:
+    lines = lines_of([(30, 10), (60, 20), (270, 90), (300, 100)], 100, "%", eta=True)
+    assert lines == [
+        "work: 10 %, about 4 min left",
+        "work: 20 %, about 4 min left",
+        "work: 90 %, about 30 s left",
+        "work: 100 %",
+    ]
 
 
 def test_short_work_is_silent() -> None:
