@@ -52,9 +52,9 @@ class Lengths(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 @click.option("--arms", metavar="A,B,...", help="Arms to run; full and restart always do.  [default: all that matter]")
 @click.option("--cases", type=click.IntRange(1), help="Cases.  [default: 100 of canary, else 8]")
 @click.option("--compared", type=click.IntRange(1), default=8, show_default=True, help="Cases compared token by token.")
-@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Of each timing.")
+@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Of each timing.")
 @click.option("--suffix", type=Lengths(), default="64,256,1024", show_default=True, help="Tokens behind, of the curve.")
-@click.option("--span", type=Lengths(), default="256,1024", show_default=True, help="Tokens masked, of the curve.")
+@click.option("--span", type=Lengths(), default="512", show_default=True, help="Tokens masked, of the curve.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the figures, - for stdout instead of the report.")
 @click.option("--html", "html_to", metavar="FILE", help="Write the report as one HTML file.")
 @click.option("--csv", "csv_to", metavar="FILE", help="Write a line an arm.")
@@ -71,18 +71,18 @@ def compare(
         check_condition(fail_if)
     files = _writable([path for path in (json_to, html_to, csv_to) if path not in (None, "-")])
     report = _measure(model, _options(given))
-    for path, text in ((json_to, report.json), (html_to, report.html), (csv_to, report.csv)):
-        if path is not None and path != "-":
-            files[path].write(text())
-            talk().print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
     if json_to == "-":
         click.echo(report.json(), nl=False)
     else:
         _show(report)
+    for path, text in ((json_to, report.json), (html_to, report.html), (csv_to, report.csv)):
+        if path is not None and path != "-":
+            files[path].write(text())
+            talk().print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
     if fail_if is not None and report.holds(fail_if):
         talk().print(f"--fail-if holds: {fail_if}", markup=False, soft_wrap=True)
         return 1
-    return 130 if report.data["interrupted"] else 0
+    return 130 if report.data["interrupted"] else int(any("Stopped by" in note for note in report.data["notes"]))
 
 
 def _options(given: dict[str, Any]) -> Options:

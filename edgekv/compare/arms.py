@@ -69,6 +69,10 @@ class Texts:
         return np.concatenate([p.tokens for p in self.pieces if not p.mask])
 
     @property
+    def everything(self) -> TokenArray:
+        return np.concatenate([p.tokens for p in self.pieces])
+
+    @property
     def masked(self) -> list[str]:
         return [p.name for p in self.pieces if p.mask and len(p.tokens)]
 
@@ -107,12 +111,12 @@ class Stage:
             yield session
 
     def _check(self, arm: str, session: Session) -> None:
-        shown, everything = session.visible_tokens, np.concatenate([p.tokens for p in self.texts.pieces])
-        if arm == "placebo":
+        shown, everything = session.visible_tokens, self.texts.everything
+        if arm in ("placebo", "placebo_restart"):
             start, stop = placebo_span(self.texts)
             wanted = np.delete(everything, np.s_[start:stop])
         else:
-            wanted = everything if arm == "full" else self.texts.visible
+            wanted = everything if arm in ("full", "noise_full") else self.texts.visible
         if not np.array_equal(shown, wanted):
             raise AuditFailed(f"the arm {arm!r} shows {len(shown)} tokens and should show {len(wanted)} others")
 
@@ -170,7 +174,16 @@ def _restart_cold(stage: Stage) -> Session:
 
 def _noise(stage: Stage) -> Session:
     """The restart again, read with other batch boundaries: what differs now is noise."""
-    session, tokens = Session(stage.engine), stage.texts.visible
+    return _in_odd_batches(stage, stage.texts.visible)
+
+
+def _noise_full(stage: Stage) -> Session:
+    """Everything again, likewise."""
+    return _in_odd_batches(stage, stage.texts.everything)
+
+
+def _in_odd_batches(stage: Stage, tokens: TokenArray) -> Session:
+    session = Session(stage.engine)
     for at in range(0, len(tokens), ODD_BATCH):
         session.append(tokens[at : at + ODD_BATCH])
     return session
@@ -187,8 +200,19 @@ def _cache_reuse(stage: Stage) -> Session:
 
 
 def _placebo(stage: Stage) -> Session:
-    """Another stretch of the same length is masked, and the span stays."""
+    """Another stretch is masked, as long as the span if there is one, and the span stays."""
     return _edited(stage, lambda s: s.mask(placebo_span(stage.texts)))
+
+
+def _placebo_restart(stage: Stage) -> Session:
+    """What the placebo is compared with: all but that stretch, read from token 0."""
+    start, stop = placebo_span(stage.texts)
+    session, done = Session(stage.engine), 0
+    for piece in stage.texts.pieces:
+        kept = [t for at, t in enumerate(piece.tokens.tolist(), done) if not start <= at < stop]
+        done += len(piece.tokens)
+        session.append(kept)
+    return session
 
 
 def placebo_span(texts: Texts) -> tuple[int, int]:
@@ -226,8 +250,15 @@ ARMS: Final[dict[str, Arm]] = {
     "summary_clean": _mask_recompute,
     "summary_restart": _restart_cold,
     "placebo": _placebo,
+    "placebo_restart": _placebo_restart,
     "noise": _noise,
+    "noise_full": _noise_full,
 }
+
+#: What the arms are compared with and measured by; nobody asks for these.
+NOISE: Final = ("noise", "noise_full")
+_BESIDE: Final = frozenset({*NOISE, "placebo_restart"})
+
 
 #: Arms of a run unless others are asked for; restart, full and noise are always there.
 DEFAULT: Final = (
@@ -238,12 +269,16 @@ OF_SUMMARY: Final = ("full", "summary_mask", "summary_clean", "summary_restart",
 ALWAYS: Final = ("full", "restart")
 
 #: The arm whose edit and reading are the same, for the cost of those that have another name.
-SAME_COST: Final = {"summary_mask": "mask", "summary_restart": "restart_cold", "isolated": "mask", "placebo": "mask"}
+SAME_COST: Final = {
+    "summary_mask": "mask",
+    "summary_clean": "mask_recompute",
+    "summary_restart": "restart_cold",
+}
 
 
 def check(names: Sequence[str]) -> tuple[str, ...]:
     """The arms to run, in the order of ARMS. Raises UsageError for one that does not exist."""
-    known = [name for name in ARMS if name != "noise"]
+    known = [name for name in ARMS if name not in _BESIDE]
     if wrong := [name for name in names if name not in known]:
         raise UsageError(f"no arm {wrong[0]!r}; there are {', '.join(known)}")
     return tuple(name for name in known if name in names or name in ALWAYS)

@@ -7,6 +7,7 @@ with the same likeliest one, the root mean square of the change of the probabili
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -43,60 +44,73 @@ class Tokens:
         )
 
 
+@dataclass(frozen=True)
+class OfCase:
+    """One case: over the text's true continuation and over the restart's own, where there is one."""
+
+    true: Tokens | None
+    greedy: Tokens | None
+    match: int | None
+
+    @property
+    def parts(self) -> list[Tokens]:
+        return [t for t in (self.true, self.greedy) if t is not None]
+
+
 @dataclass
 class Against:
     """All cases of one arm against a reference arm."""
 
-    true: list[Tokens] = field(default_factory=list)
-    greedy: list[Tokens] = field(default_factory=list)
-    greedy_match: list[int] = field(default_factory=list)
+    cases: list[OfCase] = field(default_factory=list)
+
+    def add(self, reference: tuple[Rows, Rows], rows: tuple[Rows, Rows], texts: tuple[TokenArray, TokenArray]) -> None:
+        """A case: logits over the true text and over the greedy one, either of which may be empty."""
+        found = [Tokens.between(r, a, t) if len(t) else None for r, a, t in zip(reference, rows, texts, strict=True)]
+        if any(found):
+            self.cases.append(OfCase(found[0], found[1], greedy_match(rows[1], texts[1]) if found[1] else None))
 
     def extend(self, more: Against) -> None:
-        self.true += more.true
-        self.greedy += more.greedy
-        self.greedy_match += more.greedy_match
+        self.cases += more.cases
 
     def as_dict(self) -> dict[str, Any]:
         """The figures over all tokens; intervals are bootstrapped over cases. ``kld_by_distance``: means by the
-        number of tokens behind the edit, in doublings."""
-        both = [*self.true, *self.greedy]
-        if not both:
+        number of tokens behind the question, in doublings."""
+        if not self.cases:
             return {}
-        klds = [np.concatenate(parts) for parts in self._by_case("kld")]
-        every = np.concatenate(klds)
-        mean, ci = mean_ci(klds)
-        top, top_ci = mean_ci([np.concatenate(parts) for parts in self._by_case("same_top")])
-        dnll, dnll_ci = mean_ci([t.dnll for t in self.true])
-        dp = np.concatenate([t.dp for t in both])
+        true = [c.true.dnll for c in self.cases if c.true is not None]
+        matches = [c.match for c in self.cases if c.match is not None]
+        every = np.concatenate(self._by_case("kld"))
+        mean, ci = mean_ci(self._by_case("kld"))
+        top, top_ci = mean_ci(self._by_case("same_top"))
+        square, square_ci = mean_ci([dp**2 for dp in self._by_case("dp")])
+        dnll, dnll_ci = mean_ci(true)
         return {
             "n": len(every),
-            "cases": len(klds),
+            "cases": len(self.cases),
             "kld_mean": mean,
             "kld_ci": ci,
             "kld_median": float(np.median(every)),
             "kld_p99": float(np.percentile(every, 99)),
             "same_top": top,
             "same_top_ci": top_ci,
-            "rms_dp": float(np.sqrt(np.mean(dp**2))),
-            "dnll": dnll if self.true else None,
+            "rms_dp": math.sqrt(square),
+            "rms_dp_ci": square_ci and [math.sqrt(end) for end in square_ci],
+            "dnll": dnll if true else None,
             "dnll_ci": dnll_ci,
-            "greedy_match_tokens": float(np.median(self.greedy_match)) if self.greedy_match else None,
+            "greedy_match_tokens": float(np.median(matches)) if matches else None,
             "kld_by_distance": self._by_distance(),
         }
 
-    def _by_case(self, name: str) -> list[list[npt.NDArray[Any]]]:
-        pairs = [[t] for t in self.true] or [[] for _ in self.greedy]
-        for parts, tokens in zip(pairs, self.greedy, strict=False):
-            parts.append(tokens)
-        return [[getattr(t, name) for t in parts] for parts in pairs]
+    def _by_case(self, name: str) -> list[npt.NDArray[Any]]:
+        return [np.concatenate([getattr(t, name) for t in c.parts]) for c in self.cases]
 
     def _by_distance(self) -> list[dict[str, Any]]:
-        stretches = self.true or self.greedy
-        longest = max(len(t.kld) for t in stretches)
+        stretches = [t.kld for c in self.cases for t in c.parts]
+        longest = max(map(len, stretches))
         edges = [0, *(2**k for k in range(longest.bit_length()) if 2**k < longest), longest]
         found = []
         for a, b in pairwise(edges):
-            values = np.concatenate([t.kld[a:b] for t in stretches])
+            values = np.concatenate([kld[a:b] for kld in stretches])
             found.append({"from": a, "to": b, "kld_mean": float(values.mean()), "n": len(values)})
         return found
 

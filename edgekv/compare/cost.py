@@ -1,14 +1,14 @@
 """Cost: from the edit to the first token of the answer, by the length of the span and of what stands behind it.
 
 Arms take turns on one session, which is brought back to where it stood after each; the first turn warms up and does
-not count. A fork would have its cells copied before they move, which a user's session has not, so no arm that moves
-cells runs in one.
+not count. No arm runs in a fork: its cells would be copied before they move, and the original's stand in the cache.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -25,7 +25,9 @@ BEFORE: Final = 256  # tokens in front of the span
 QUESTION: Final = 16
 DECODED: Final = 24  # tokens generated behind the question where decode speed is measured
 
-TIMED: Final = ("full", "mask", "mask_keep_gap", "mask_auto", "cache_reuse", "restart", "restart_cold")
+TIMED: Final = (
+    *("full", "mask", "mask_keep_gap", "mask_auto", "mask_recompute", "cache_reuse", "restart", "restart_cold"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Lengths:
 
     def work(self, repeat: int) -> int:
         """Tokens read when it is measured, for the progress bar."""
-        return self.num_tokens + (repeat + 1) * (2 * self.suffix + BEFORE + 4 * QUESTION)
+        again = 2 * (self.span + 2 * self.suffix) + BEFORE + 3 * self.suffix
+        return self.num_tokens + (repeat + 1) * (again + 8 * QUESTION)
 
 
 @dataclass
@@ -73,11 +76,13 @@ class Point:
         self.lengths = lengths
         ends = np.cumsum([BEFORE, lengths.span, lengths.suffix, QUESTION])
         self.before, self.span, self.suffix, self.question = np.split(np.resize(tokens, ends[-1]), ends[:-1])
-        self.engine = Engine(model, settings)
-        self.session = Session(self.engine)
-        for part, name in ((self.before, "before"), (self.span, "span"), (self.suffix, "suffix")):
-            self.session.append(part, name=name)
-        self.session.logits()
+        with ExitStack() as on_error:
+            self.engine = on_error.enter_context(Engine(model, settings))
+            self.session = on_error.enter_context(Session(self.engine))
+            for part, name in ((self.before, "before"), (self.span, "span"), (self.suffix, "suffix")):
+                self.session.append(part, name=name)
+            self.session.logits()
+            on_error.pop_all()
 
     def close(self) -> None:
         self.session.close()
@@ -110,16 +115,19 @@ class Point:
         session.logits()
 
     def _restarted(self, arm: str, timing: Timing, began: float, *, decode: bool) -> None:
-        session = self.session.fork() if arm == "restart" else Session(self.engine)
-        with session:
-            if arm == "restart":
-                session.rewind("span")
-            else:
-                session.append(self.before)
-            timing.edit_ms.append((time.perf_counter() - began) * 1e3 if arm == "restart" else 0.0)
-            session.append(self.suffix)
-            self._answer(session, timing, began, decode=decode)
-            timing.tokens_redecoded = self.lengths.suffix + (BEFORE if arm == "restart_cold" else 0)
+        """In the session itself, as a user would; span and suffix are read again when the clock has stopped."""
+        session = self.session
+        session.rewind("span" if arm == "restart" else 0)
+        timing.edit_ms.append((time.perf_counter() - began) * 1e3)
+        if arm == "restart_cold":
+            session.append(self.before, name="before")
+        session.append(self.suffix)
+        self._answer(session, timing, began, decode=decode)
+        timing.tokens_redecoded = self.lengths.suffix + (BEFORE if arm == "restart_cold" else 0)
+        session.rewind(session.span("before").stop)
+        session.append(self.span, name="span")
+        session.append(self.suffix, name="suffix")
+        session.logits()
 
     def _answer(self, session: Session, timing: Timing, began: float, *, decode: bool) -> None:
         session.append(self.question)
@@ -142,23 +150,24 @@ EDITS: Final[dict[str, Callable[[Session], int]]] = {
     "mask": lambda s: s.mask("span").prefilled,
     "mask_keep_gap": lambda s: s.mask("span", gap="keep").prefilled,
     "mask_auto": lambda s: s.mask("span", then="auto").prefilled,
+    "mask_recompute": lambda s: s.mask("span", then="recompute").prefilled,
     "cache_reuse": _cache_reuse,
 }
 
 
 def measure(point: Point, arms: tuple[str, ...], repeat: int, *, decode: bool) -> Iterator[dict[str, Timing]]:
-    """Turn after turn, the arms in an order that goes round; yields what is known after each turn, the first (which
-    warms up) as an empty one."""
+    """Turn after turn, the arms in an order that goes round; yields what is known after each turn, nothing after the
+    first, which warms up."""
     timings = {arm: Timing() for arm in arms}
     for turn in range(repeat + 1):
         kept = timings if turn else {arm: Timing() for arm in arms}
         for number in range(len(arms)):
             arm = arms[(number + turn) % len(arms)]
             point.take(arm, kept[arm], decode=decode)
-        yield timings
+        yield timings if turn else {}
 
 
 def settings_for(lengths: Lengths, base: Settings) -> Settings:
-    """Cells for the session, and for the restarts beside it."""
-    cells = lengths.num_tokens + BEFORE + 2 * lengths.suffix + 4 * QUESTION + 2 * DECODED + 64
-    return replace(base, n_ctx=max(cells, base.n_ctx), n_sessions=2)
+    """Cells for the session, and for what it reads again."""
+    cells = lengths.num_tokens + lengths.suffix + 2 * QUESTION + DECODED + 64
+    return replace(base, n_ctx=max(cells, base.n_ctx), n_sessions=1)

@@ -20,7 +20,7 @@ TITLES: Final = {
     "summary_mask": "document masked, summary kept",
     "summary_clean": "document masked, summary read again",
     "summary_restart": "new prompt with the summary",
-    "placebo": "another stretch masked",
+    "placebo": "another stretch masked (its own restart)",
 }
 
 
@@ -38,12 +38,14 @@ def header(data: dict[str, Any]) -> str:
     masked, behind = work["tokens_masked"], work["tokens_behind"]
     lengths = f", on average {masked:.0f} tokens masked and {behind:.0f} behind" if work["cases"] else ""
     cut = " Interrupted: only what was finished counts." if data["interrupted"] else ""
+    notes = "".join(f" {note}." for note in data["notes"])
     floor = data["noise"]["vs_restart"].get("kld_mean")
-    noise = f" Noise floor: KL {floor:.4f}, the restart again with other batch boundaries." if floor is not None else ""
+    noise = f" Noise floor: KL {floor:.4f}, the restart in other batches." if floor is not None else ""
     return (
         f"{model['name']} ({model['file']}), {model['kv_type']} KV, {machine['cpu']}, {machine['threads']} threads, "
         f"llama.cpp {machine['build']['llama_cpp']}. Workload {work['name']}: {work['cases']} cases, "
-        f"{work['compared']} of them compared token by token{lengths}; seed {data['settings']['seed']}.{noise}{cut}"
+        f"{work['compared']} of them compared token by token{lengths}; seed {data['settings']['seed']}."
+        f"{noise}{cut}{notes}"
     )
 
 
@@ -52,6 +54,7 @@ def blocks(data: dict[str, Any]) -> list[tuple[str, list[Sequence[str]]]]:
     return [
         (f"Cost ({_longest(data)})", list(cost_rows(data))),
         ("Consistency, against the restart", list(consistency_rows(data, "vs_restart"))),
+        ("Consistency, against nothing hidden", list(consistency_rows(data, "vs_full"))),
         ("What still leaks", list(leak_rows(data))),
         ("First token, in seconds, by the number of tokens behind the span", list(curve_rows(data))),
     ]
@@ -65,13 +68,14 @@ def _longest(data: dict[str, Any]) -> str:
 
 
 def cost_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
-    yield ("", "edit, ms", "first token, s", "read again", "decode, tokens/s", "cells", "KV, MB")
+    yield ("", "edit, ms", "first token, s", "n", "read again", "decode, tokens/s", "cells", "KV, MB")
     for name, arm in data["arms"].items():
         if arm["n"]:
             yield (
                 TITLES[name],
                 _spread(arm["edit_ms"], 1, 1),
                 _spread(arm["ttft_ms"], 1e-3, 2),
+                str(arm["n"]),
                 f"{arm['tokens_redecoded']:,}",
                 _spread(arm["decode_tps"], 1, 1),
                 f"{arm['cells_used']:,}",
@@ -80,7 +84,7 @@ def cost_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
 
 
 def consistency_rows(data: dict[str, Any], reference: str) -> Iterable[Sequence[str]]:
-    yield ("", "KL mean (95 %)", "median", "p99", "same top", "RMS dp", "dNLL", "same greedy tokens", "in words")
+    yield ("", "KL mean (95 %)", "n", "median", "p99", "same top", "RMS dp", "dNLL", "same greedy tokens", "in words")
     floor = data["noise"][reference].get("kld_mean")
     arms = {**data["arms"], "noise": {reference: data["noise"][reference]}}
     for name, arm in arms.items():
@@ -89,9 +93,10 @@ def consistency_rows(data: dict[str, Any], reference: str) -> Iterable[Sequence[
             yield (
                 TITLES.get(name, "noise floor"),
                 f"{vs['kld_mean']:.4f}{_interval(vs['kld_ci'], 4)}",
+                f"{vs['n']:,}",
                 f"{vs['kld_median']:.4f}",
                 f"{vs['kld_p99']:.3f}",
-                f"{vs['same_top']:.1%}",
+                f"{vs['same_top']:.1%}{_percents(vs['same_top_ci'])}",
                 f"{vs['rms_dp']:.3f}",
                 _signed(vs["dnll"]),
                 "-" if vs["greedy_match_tokens"] is None else f"{vs['greedy_match_tokens']:.0f}",
@@ -144,6 +149,10 @@ def _spread(found: dict[str, Any] | None, factor: float, digits: int) -> str:
 
 def _interval(ci: list[float] | None, digits: int) -> str:
     return "" if ci is None else f" ({ci[0]:.{digits}f}-{ci[1]:.{digits}f})"
+
+
+def _percents(ci: list[float] | None) -> str:
+    return "" if ci is None else f" ({ci[0]:.0%}-{ci[1]:.0%})"
 
 
 def _share(found: dict[str, Any] | None) -> str:

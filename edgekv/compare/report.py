@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +38,7 @@ class Report:
         return str(self.data["verdict"])
 
     def json(self) -> str:
-        return json.dumps(self.data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return json.dumps(_finite(self.data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def csv(self) -> str:
         """A line an arm: median timings, means against the restart, the leak."""
@@ -137,16 +138,26 @@ def _data(run: Run) -> dict[str, Any]:
         "workload": _workload(run),
         "noise": {
             "vs_restart": _against(results, "noise", "vs_restart"),
-            "vs_full": _against(results, "noise", "vs_full"),
+            "vs_full": _against(results, "noise_full", "vs_full"),
         },
         "arms": {name: _arm(run, name) for name in run.names},
-        "controls": results.controls["mask"].as_dict() if "mask" in results.controls else {},
+        "controls": next((results.controls[n].as_dict() for n in run.names if n in results.controls), {}),
         "curve": [_point(lengths, timings) for lengths, timings in results.timings.items()],
         "interrupted": results.interrupted,
+        "notes": [*run.notes, *([f"Stopped by an error, {results.stopped}"] if results.stopped else [])],
     }
-    data["break_even_suffix"] = verdict.break_even(data["curve"])
+    data["break_even"] = verdict.break_even(data["curve"])
     data["advice"], data["verdict"] = verdict.decide(data)
     return data
+
+
+def _finite(value: Any) -> Any:
+    """The same without infinities, which JSON has not: a token one arm rules out is infinitely far."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _machine(run: Run) -> dict[str, Any]:

@@ -16,14 +16,15 @@ from edgekv.compare import arms as arms_module
 from edgekv.compare import cost, leak
 from edgekv.compare.arms import ALWAYS, DEFAULT, OF_SUMMARY, SAME_COST, Piece, Stage, Texts
 from edgekv.compare.case import Case, Style, chatml_style, plain_style
-from edgekv.compare.consistency import Against, Rows, Tokens, greedy_match
+from edgekv.compare.consistency import Against, Rows
 from edgekv.compare.cost import Lengths, Timing
 from edgekv.compare.leak import Answers
 from edgekv.compare.prose import Writer
-from edgekv.compare.workloads import DEFAULT_CASES, FEW, find
+from edgekv.compare.workloads import DEFAULT_CASES, FEW, NAMES, find
 from edgekv.engine import Engine
-from edgekv.errors import UsageError
+from edgekv.errors import AuditFailed, EdgekvError, UsageError
 from edgekv.model import Model, TokenArray
+from edgekv.planner import NUM_SINKS
 from edgekv.prompt import has_chatml
 from edgekv.session import Session
 from edgekv.settings import Settings
@@ -38,21 +39,22 @@ Watch = Callable[[str, int, int], None]
 class Options:
     """What to run. cases: None for what suits the workload. compared: cases whose distributions are compared too
     (the others are only asked). repeat: of each timing. suffix, span: tokens, of the curve. tokens: of the restart's
-    own continuation."""
+    own continuation. most: of the true one that are compared."""
 
     workload: str = "canary"
     arms: tuple[str, ...] = ()
     cases: int | None = None
     compared: int = FEW
-    repeat: int = 5
+    repeat: int = 3
     suffix: tuple[int, ...] = (64, 256, 1024)
-    span: tuple[int, ...] = (256, 1024)
+    span: tuple[int, ...] = (512,)
     tokens: int = 48
+    most: int = 256
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
-        for name in ("cases", "compared", "repeat", "tokens"):
+        for name in ("cases", "compared", "repeat", "tokens", "most"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
@@ -60,8 +62,9 @@ class Options:
             raise UsageError("suffix and span are one or more lengths of at least 1 token")
 
     @property
-    def num_cases(self) -> int:
-        return self.cases or DEFAULT_CASES.get(self.workload, FEW)
+    def num_cases(self) -> int | None:
+        """None for all there are, in the user's own file."""
+        return self.cases or (DEFAULT_CASES.get(self.workload, FEW) if self.workload in NAMES else None)
 
     @property
     def arm_names(self) -> tuple[str, ...]:
@@ -86,6 +89,7 @@ class Results:
     compared: int = 0
     lengths: list[tuple[int, int]] = field(default_factory=list)  # tokens of a case: masked, behind the mask
     interrupted: bool = False
+    stopped: str = ""  # by which error
     rss_peak: int = 0  # of the process; the arms share one cache
 
     def add(self, case: Results) -> None:
@@ -108,9 +112,11 @@ class Run:
             raise UsageError(f"there is nothing to compare: {model.capabilities.mask.reason}")
         self.model, self.options, self.watch = model, options, watch
         self.names = self._possible(options.arm_names)
+        self.notes = self._notes(options.arm_names)
         self.results = Results()
         self.style: Style = chatml_style() if has_chatml(model) else plain_style()
         self._cases = list(islice(find(options.workload)(self.style, options.seed), options.num_cases))
+        self._check_cases()
         self._done, self._total = 0, self._work()
 
     def _possible(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -118,6 +124,22 @@ class Run:
         if self.model.close_gaps(self.options.settings.kv_type):
             return names
         return tuple(n for n in names if n not in ("mask_keep_gap", "isolated", "cache_reuse"))
+
+    def _notes(self, asked: tuple[str, ...]) -> list[str]:
+        """What a reader must know of arms that are not what their names say here."""
+        if left := [n for n in asked if n not in self.names]:
+            why = self.model.close_gaps(self.options.settings.kv_type).reason
+            return [f"{why}: every mask keeps its gap, and there is no {', '.join(left)}"]
+        return []
+
+    def _check_cases(self) -> None:
+        """Raise UsageError, with the case, for what no arm could play: better now than after minutes."""
+        for number, case in enumerate(self._cases, 1):
+            texts = Texts.of(case, self.model, 0)
+            if sum(len(p.tokens) for p in texts.before) < NUM_SINKS:
+                raise UsageError(f"case {number}: at least {NUM_SINKS} tokens must stand in front of what is masked")
+            if "placebo" in self.names:
+                arms_module.placebo_span(texts)
 
     def _work(self) -> int:
         points = sum(p.work(self.options.repeat) for p in self.options.points)
@@ -137,6 +159,12 @@ class Run:
                 self._measure_case(number, case)
         except KeyboardInterrupt:
             self.results.interrupted = True
+        except AuditFailed:
+            raise  # no figure of this run can be believed
+        except EdgekvError as err:
+            if not self.results.timings and not self.results.cases:
+                raise
+            self.results.stopped = f"case {self.results.cases + 1}: {err}" if self.results.timings else str(err)
         self.results.rss_peak = _rss_peak()
         return self.results
 
@@ -156,7 +184,8 @@ class Run:
                 share = lengths.work(self.options.repeat) // (self.options.repeat + 1)
                 decode = lengths == longest
                 for timings in cost.measure(point, timed, self.options.repeat, decode=decode):
-                    self.results.timings[lengths] = timings
+                    if timings:  # the first turn warms up
+                        self.results.timings[lengths] = timings
                     self._step(f"timing, {lengths.span} masked, {lengths.suffix} behind", share)
 
     # -- cases --------------------------------------------------------------------------------------------------
@@ -165,7 +194,7 @@ class Run:
         texts = Texts.of(case, self.model, self.options.seed + number)
         settings = replace(
             self.options.settings,
-            n_ctx=4 * texts.num_tokens + 8 * self.options.tokens + 1024,
+            n_ctx=self._room(case, texts),
             n_sessions=6,
             n_archives=2,
         )
@@ -183,6 +212,11 @@ class Run:
             self.results.add(found)
         self._step(f"case {number + 1} of {len(self._cases)}", self._case_work(texts, number))
 
+    def _room(self, case: Case, texts: Texts) -> int:
+        """Cells for a case: everything, a restart beside it, copies of what moves, and what is read behind."""
+        behind = 4 * (self.options.tokens + self.options.most) + _longest_ask(self.model, case)
+        return 4 * texts.num_tokens + behind + 512
+
     def _with_summary(self, engine: Engine, case: Case, texts: Texts) -> Texts:
         """The texts with the model's own summary behind what it sums up."""
         with contextlib.closing(Stage(engine, texts)) as stage, stage.full.fork() as session:
@@ -196,14 +230,17 @@ class Run:
     # -- consistency --------------------------------------------------------------------------------------------
 
     def _compare(self, stage: Stage, found: Results) -> None:
-        true = np.concatenate([stage.texts.question, stage.texts.continuation])
+        true = stage.texts.continuation[: self.options.most]
         greedy, references = self._references(stage, true)
-        for name in (*self.names, "noise"):
+        for name in (*arms_module.NOISE, *sorted(self.names, key=lambda n: n == "placebo")):
             with stage.play(name) as session:
                 rows = self._rows(session, stage.texts.question, true, greedy)
+            if name == "placebo":  # it hides other text, so its restart is another one
+                with stage.play("placebo_restart") as session:
+                    references[0] = self._rows(session, stage.texts.question, true, greedy)
             for against, reference in zip((found.vs_restart, found.vs_full), references, strict=True):
-                _add(against.setdefault(name, Against()), reference, rows, (true, greedy))
-        found.compared = 1
+                against.setdefault(name, Against()).add(reference, rows, (true, greedy))
+        found.compared = int(bool(len(true) or len(greedy)))
 
     def _references(self, stage: Stage, true: TokenArray) -> tuple[TokenArray, list[tuple[Rows, Rows]]]:
         """The restart's own continuation, and the logits of restart and full over it and over the true text."""
@@ -219,32 +256,29 @@ class Run:
 
     @staticmethod
     def _rows(session: Session, question: TokenArray, true: TokenArray, greedy: TokenArray) -> tuple[Rows, Rows]:
-        over_true = session.logits_over(true)
+        """Over both texts, behind the question: nothing is read again that a user's session would not."""
         if len(question):
             session.append(question)
-        return over_true, session.logits_over(greedy)
+        return session.logits_over(true), session.logits_over(greedy)
 
     # -- leak ---------------------------------------------------------------------------------------------------
 
     def _ask(self, stage: Stage, case: Case, found: Results) -> None:
         kinds = ((case.secrets, found.secrets), (case.facts, found.facts), (case.controls, found.controls))
         asked = [(choice, kept) for choices, kept in kinds for choice in choices]
-        for name in self.names if asked else ():
+        for name in (n for n in self.names if n != "placebo") if asked else ():
             with stage.play(name) as session:
                 for choice, kept in asked:
                     answer = leak.ask(session, choice, special=case.special)
                     kept.setdefault(name, Answers()).add(answer, used=case.used)
 
 
-def _add(
-    against: Against, reference: tuple[Rows, Rows], rows: tuple[Rows, Rows], texts: tuple[TokenArray, TokenArray]
-) -> None:
-    true, greedy = texts
-    if len(true):
-        against.true.append(Tokens.between(reference[0], rows[0], true))
-    if len(greedy):
-        against.greedy.append(Tokens.between(reference[1], rows[1], greedy))
-        against.greedy_match.append(greedy_match(rows[1], greedy))
+def _longest_ask(model: Model, case: Case) -> int:
+    """Tokens of the longest question with its longest option."""
+    choices = (*case.secrets, *case.facts, *case.controls)
+    return max(
+        (len(model.tokenize(c.ask)) + max(len(model.tokenize(o)) for o in c.options) for c in choices), default=0
+    )
 
 
 def _rss_peak() -> int:

@@ -6,15 +6,18 @@ What lies within the noise floor is called that, and never a win.
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Any, Final
-
-import numpy as np
 
 Q8_0: Final = 0.0014
 Q4_K_M: Final = 0.031
 _NOISE: Final = 1.5  # times the floor: what a run of another day would still call noise
-_FLAT: Final = 1e-4  # ms a token: no slope
-_MASKS: Final = ("mask", "summary_mask", "mask_keep_gap")
+_SLACK: Final = 0.15  # above chance: what a hundred cases can rule out
+_MASKS: Final = (
+    *("mask", "summary_mask", "mask_keep_gap", "mask_auto", "cache_reuse", "mask_recompute", "summary_clean"),
+    "isolated",
+)
 
 
 def words(kld: float, floor: float) -> str:
@@ -31,36 +34,54 @@ def words(kld: float, floor: float) -> str:
     return f"{extra / Q4_K_M:.0f} times q4_K_M weights"
 
 
-def break_even(curve: list[dict[str, Any]]) -> float | None:
-    """The suffix, in tokens, from which on a mask answers sooner than a restart: where their lines cross.
+def break_even(curve: list[dict[str, Any]]) -> dict[str, Any]:
+    """From how many tokens behind the span on a mask answers sooner than a restart: {"tokens", "said"}.
 
-    A straight line through each arm's medians over the suffix lengths, at the longest span; None with fewer than two
-    points, or where they do not cross. 0: from the first token on.
+    Between the two measured lengths where the sign of the gain changes, on a straight line; at the longest span of
+    which two lengths were measured. Outside of what was measured no number is given.
     """
-    if not curve:
-        return None
-    longest = max(point["span"] for point in curve)
-    rows = [p for p in curve if p["span"] == longest and {"mask", "restart"} <= set(p["arms"])]
-    rows = [p for p in rows if all(p["arms"][a]["ttft_ms"]["median"] is not None for a in ("mask", "restart"))]
+    spans = {p["span"] for p in curve}
+    rows = max(([r for r in map(_gain, curve) if r and r[2] == span] for span in spans), key=len, default=[])
     if len(rows) < 2:
-        return None
-    suffix = [p["suffix"] for p in rows]
-    gain = [p["arms"]["restart"]["ttft_ms"]["median"] - p["arms"]["mask"]["ttft_ms"]["median"] for p in rows]
-    slope, start = np.polyfit(suffix, gain, 1)
-    return None if slope < _FLAT else max(0.0, float(-start / slope))
+        return {"tokens": None, "said": "not measured"}
+    rows.sort()
+    if rows[0][1] > 0:
+        return {"tokens": None, "said": f"below {rows[0][0]:,} tokens"}
+    for (s0, g0, _), (s1, g1, _) in pairwise(rows):
+        if g0 <= 0 < g1:
+            tokens = s0 + (s1 - s0) * -g0 / (g1 - g0)
+            return {"tokens": tokens, "said": f"at about {tokens:,.0f} tokens"}
+    return {"tokens": None, "said": f"above {rows[-1][0]:,} tokens"}
+
+
+def _gain(point: dict[str, Any]) -> tuple[int, float, int] | None:
+    """(suffix, milliseconds that a mask saves, span)."""
+    mask, restart = (point["arms"].get(n, {}).get("ttft_ms", {}).get("median") for n in (_masked(point), "restart"))
+    return None if mask is None or restart is None else (point["suffix"], restart - mask, point["span"])
+
+
+def _masked(point: dict[str, Any]) -> str:
+    return next((n for n in ("mask", "mask_keep_gap", "mask_auto", "cache_reuse") if n in point["arms"]), "mask")
 
 
 def decide(data: dict[str, Any]) -> tuple[str, str]:
     """(advice, the verdict): "mask", "mask with recompute", "isolate", "restart", or "measure more"."""
     arms = data["arms"]
-    name = next((n for n in _MASKS if n in arms), None)
+    name = masking_arm(arms)
     if name is None:
         return "measure more", "No arm of this run masks anything, so there is nothing to decide."
-    floor = data["noise"]["vs_restart"].get("kld_mean")
-    kld = arms[name]["vs_restart"].get("kld_mean")
-    leaks = leak_words(arms, name)
-    advice = _advice(data, name, kld, floor)
-    return advice, f"{_first(data, name, kld, floor)} {leaks} {_ADVICE[advice]}"
+    floor, vs = data["noise"]["vs_restart"].get("kld_mean"), arms[name]["vs_restart"]
+    leaks, said = leak_words(arms, name)
+    advice = _advice(data, name, floor, leaks)
+    even = data["break_even"]["said"]
+    pays = "" if even == "not measured" else f" A mask begins to pay {even} behind the span."
+    caution = " What leaks is not known." if advice == "mask" and leaks != "nothing" else ""
+    return advice, f"{_first(data, vs, floor)} {said}{pays} {_ADVICE[advice]}{caution}"
+
+
+def masking_arm(arms: dict[str, Any]) -> str | None:
+    """The arm the verdict speaks of."""
+    return next((n for n in _MASKS if n in arms), None)
 
 
 _ADVICE: Final = {
@@ -72,63 +93,66 @@ _ADVICE: Final = {
 }
 
 
-def _first(data: dict[str, Any], name: str, kld: float | None, floor: float | None) -> str:
-    point = max(data["curve"], key=lambda p: (p["span"], p["suffix"]), default=None)
-    arm = "mask" if name == "summary_mask" else name
-    said = ""
-    if point is not None and {arm, "restart"} <= set(point["arms"]):
-        mask, restart = (point["arms"][n]["ttft_ms"]["median"] for n in (arm, "restart"))
-        if mask and restart and _overlap(*(point["arms"][n]["ttft_ms"]["iqr"] for n in (arm, "restart"))):
-            said = f"With {point['suffix']:,} tokens behind the span, masking answered no sooner than a restart; "
-        elif mask and restart:
-            said = (
-                f"With {point['suffix']:,} tokens behind the span, the first token came after {mask / 1e3:.2f} s "
-                f"instead of {restart / 1e3:.2f} s ({max(restart / mask, mask / restart):.1f} times "
-                f"{'sooner' if mask < restart else 'later'}); "
-            )
-    if kld is None or floor is None:
-        return (said or "Nothing was timed; ") + "how near it is to a restart was not measured."
-    return said + f"it differs from a restart by a mean KL of {kld:.4f}, {words(kld, floor)} (noise floor {floor:.4f})."
+def _first(data: dict[str, Any], vs: dict[str, Any], floor: float | None) -> str:
+    point = max((p for p in data["curve"] if _gain(p)), key=lambda p: (p["span"], p["suffix"]), default=None)
+    said = "Nothing was timed; " if point is None else _sooner(point)
+    if not vs or floor is None:
+        return said + "how near it is to a restart was not measured."
+    low, high = vs["kld_ci"] or (math.nan, math.nan)
+    spread = f" ({low:.4f}-{high:.4f})" if vs["kld_ci"] else ""
+    return (
+        f"{said}it differs from a restart by a mean KL of {vs['kld_mean']:.4f}{spread}, {vs['cases']} cases: "
+        f"{words(vs['kld_mean'], floor)} (noise floor {floor:.4f})."
+    )
+
+
+def _sooner(point: dict[str, Any]) -> str:
+    mask, restart = (point["arms"][n]["ttft_ms"] for n in (_masked(point), "restart"))
+    behind = f"With {point['suffix']:,} tokens behind the span, "
+    if _overlap(mask["iqr"], restart["iqr"]):
+        return f"{behind}masking answered no sooner than a restart (n {mask['n']}); "
+    a, b = mask["median"], restart["median"]
+    return (
+        f"{behind}the first token came after {a / 1e3:.2f} s instead of {b / 1e3:.2f} s ({max(a / b, b / a):.1f} times "
+        f"{'sooner' if a < b else 'later'}, n {mask['n']}); "
+    )
 
 
 def _overlap(one: list[float], other: list[float]) -> bool:
     return one[0] <= other[1] and other[0] <= one[1]
 
 
-def leak_words(arms: dict[str, Any], name: str) -> str:
-    """What the forced choice says, or that it can say nothing."""
+def leak_words(arms: dict[str, Any], name: str) -> tuple[str, str]:
+    """("leaks", "nothing", "unknown" or "not asked", and the sentence): what the forced choice says, or that it can
+    say nothing."""
     full, mask, restart = (arms.get(n, {}).get("leak") or {} for n in ("full", name, "restart"))
-    if not mask.get("n"):
-        return "What still leaks was not asked."
-    if not _above(full, full["chance"]):
-        return (
-            f"Too small to tell what leaks: with the span in view the model finds {full['accuracy']:.0%} of the codes."
-        )
-    if _above(mask, max(mask["chance"], restart.get("accuracy") or 0)):
-        found, chance = mask["accuracy"], mask["chance"]
-        return f"The span is still decodable: {found:.0%} of its codes are found, chance is {chance:.0%}."
+    if not mask.get("n") or not full.get("n") or not restart.get("n"):
+        return "not asked", "What still leaks was not asked."
     low, high = mask["ci"]
-    return (
-        f"Its codes are found {mask['accuracy']:.0%} of the time ({low:.0%}-{high:.0%}, n {mask['n']}), chance is "
-        f"{mask['chance']:.0%}: no direct recall was seen."
-    )
+    found = f"{mask['accuracy']:.0%} of its codes are found ({low:.0%}-{high:.0%}, n {mask['n']})"
+    level = max(mask["chance"], restart["accuracy"])
+    if full["ci"][0] <= max(full["chance"], restart["ci"][1]):
+        if restart["ci"][0] > restart["chance"]:
+            return "unknown", f"A restart finds {restart['accuracy']:.0%} of the codes: what stays visible tells them."
+        seen = f"with the span in view the model finds {full['accuracy']:.0%} of its codes"
+        return "unknown", f"Too small to tell what leaks: {seen} (n {full['n']})."
+    if low > mask["chance"] and mask["accuracy"] > restart["ci"][1]:
+        return "leaks", f"The span is still decodable: {found}, a restart finds {restart['accuracy']:.0%}."
+    if high > level + _SLACK:
+        return "unknown", f"Too few cases to tell what leaks: {found}, a restart finds {restart['accuracy']:.0%}."
+    return "nothing", f"No direct recall was seen: {found}, a restart finds {restart['accuracy']:.0%}."
 
 
-def _above(leak: dict[str, Any], level: float) -> bool:
-    return bool(leak.get("ci")) and leak["ci"][0] > level
-
-
-def _advice(data: dict[str, Any], name: str, kld: float | None, floor: float | None) -> str:
-    arms = data["arms"]
-    even, behind = data.get("break_even_suffix"), data["workload"]["tokens_behind"]
+def _advice(data: dict[str, Any], name: str, floor: float | None, leaks: str) -> str:
+    arms, behind = data["arms"], data["workload"]["tokens_behind"]
+    vs, even = arms[name]["vs_restart"], data["break_even"]["tokens"]
     if even is not None and behind is not None and behind < even:
         return "restart"
-    leak, restart = arms[name]["leak"], arms["restart"]["leak"]
-    if leak.get("n") and _above(leak, max(leak["chance"], restart.get("accuracy") or 0)):
+    if leaks == "leaks":
         return "mask with recompute"
-    if kld is None or floor is None:
+    if not vs or floor is None or vs["kld_ci"] is None:
         return "measure more"
-    if kld <= _NOISE * floor or kld - floor <= Q4_K_M:
+    if vs["kld_mean"] <= _NOISE * floor or vs["kld_ci"][1] - floor <= Q4_K_M:
         return "mask"
     isolated = arms.get("isolated", {}).get("vs_restart", {}).get("kld_mean")
     if isolated is not None and isolated <= _NOISE * floor and (behind or 0) > 64:

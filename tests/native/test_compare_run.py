@@ -57,8 +57,9 @@ def test_every_arm_costs_what_it_reads(llama: Model) -> None:
     assert read["mask"] == read["mask_keep_gap"] == read["cache_reuse"] == read["full"] == 0
     assert read["restart"] == read["mask_auto"] == 48
     assert read["restart_cold"] == 48 + cost.BEFORE
+    assert data["arms"]["isolated"]["n"] == data["arms"]["placebo"]["n"] == 0  # not timed, and nobody else's times
     assert {p["suffix"] for p in data["curve"]} == {32, 48}
-    for arm in data["arms"].values():
+    for arm in (a for a in data["arms"].values() if a["n"]):
         assert arm["ttft_ms"]["n"] == 1
         assert arm["kv_bytes"] == arm["cells_used"] * llama.kv_bytes_per_token("f32")
         assert arm["rss_peak_bytes"] > 1e6
@@ -83,12 +84,12 @@ def test_timing_leaves_the_session_where_it_was(model: Model) -> None:
 def test_the_control_sits_at_chance(llama: Model) -> None:
     """And so does everything on a model that knows nothing: it is told so, not that nothing leaks."""
     options = Options(
-        cases=100, compared=1, repeat=1, suffix=(16,), span=(16,), tokens=4, settings=EXACT, arms=("mask",)
+        cases=60, compared=1, repeat=1, suffix=(16,), span=(16,), tokens=4, settings=EXACT, arms=("mask",)
     )
     data = compare.run(llama, options).data
     low, high = data["controls"]["ci"]
     assert low <= 0.1 <= high
-    assert data["controls"]["n"] == 100
+    assert data["controls"]["n"] == 60
     assert "Too small to tell" in data["verdict"]
 
 
@@ -142,7 +143,8 @@ def test_what_is_finished_counts(llama: Model, after: int) -> None:
 
     data = compare.run(llama, replace(QUICK, cases=4), watch=watch).data
     assert data["interrupted"]
-    assert len(data["curve"]) == min(2, -(-after // 2))
+    assert len(data["curve"]) == min(2, after // 2)
+    assert all(arm["ttft_ms"]["n"] for point in data["curve"] for arm in point["arms"].values())
     assert data["workload"]["cases"] == max(0, after - 4)
     assert compare.Report(data).html()
     assert "Interrupted" in str(compare.Report(data))
@@ -177,6 +179,34 @@ def test_the_placebo_hides_other_text_of_the_same_length(llama: Model) -> None:
         assert flags[start:stop].all()
         assert start >= 4
         assert stop - start <= int((~flags).sum())
+
+
+def test_the_placebo_is_measured_by_its_own_restart(llama: Model) -> None:
+    """It hides as much as the mask does; against the mask's restart it would differ by its content."""
+    data = compare.run(llama, replace(QUICK, arms=("mask", "placebo"), cases=3, compared=3)).data
+    placebo, full = (data["arms"][n]["vs_restart"]["kld_mean"] for n in ("placebo", "full"))
+    assert placebo < full
+    assert data["arms"]["placebo"]["leak"] == {}
+
+
+def test_both_floors_are_noise(llama: Model) -> None:
+    noise = compare.run(llama, QUICK).data["noise"]
+    assert noise["vs_restart"]["kld_mean"] < 1e-3
+    assert noise["vs_full"]["kld_mean"] < 1e-3
+
+
+def test_an_error_keeps_what_was_finished(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Stage.__init__
+
+    def second_fails(self: Stage, engine: Any, texts: Texts) -> None:
+        if texts.seed == 1:
+            raise errors.ContextFull("no cell is free")
+        right(self, engine, texts)
+
+    monkeypatch.setattr(Stage, "__init__", second_fails)
+    data = compare.run(llama, replace(QUICK, cases=3)).data
+    assert data["workload"]["cases"] == 1
+    assert data["notes"] == ["Stopped by an error, case 2: no cell is free"]
 
 
 def test_a_run_repeats_itself(llama: Model) -> None:

@@ -15,7 +15,7 @@ import pytest
 from edgekv import errors
 from edgekv.compare import verdict
 from edgekv.compare.case import CHANCE_OF, Case, chatml_style, plain_style
-from edgekv.compare.consistency import Against, Tokens, greedy_match
+from edgekv.compare.consistency import Against, greedy_match
 from edgekv.compare.html import body, render
 from edgekv.compare.leak import Answer, Answers, channel_index
 from edgekv.compare.prose import Writer
@@ -77,7 +77,10 @@ def test_figures_of_tokens_against_plain_loops() -> None:
     rng = np.random.default_rng(0)
     reference, arm = (rng.normal(0, 2, (120, 30)).astype(np.float32) for _ in range(2))
     tokens = rng.integers(0, 30, 120).astype(np.int32)
-    found = Against(true=[Tokens.between(reference, arm, tokens)]).as_dict()
+    against = Against()
+    none = tokens[:0]
+    against.add((reference, reference[:0]), (arm, arm[:0]), (tokens, none))
+    found = against.as_dict()
     klds, tops, dps, dnll = [], [], [], []
     for row_p, row_q, token in zip(reference.tolist(), arm.tolist(), tokens.tolist(), strict=True):
         p, q = ([math.exp(v) / sum(map(math.exp, row)) for v in row] for row in (row_p, row_q))
@@ -99,11 +102,26 @@ def test_figures_of_tokens_against_plain_loops() -> None:
 def test_equal_rows_differ_by_nothing() -> None:
     rows = np.random.default_rng(0).normal(0, 2, (40, 30)).astype(np.float32)
     tokens = rows.argmax(axis=1).astype(np.int32)
-    found = Against(true=[Tokens.between(rows, rows, tokens)], greedy_match=[greedy_match(rows, tokens)]).as_dict()
+    against = Against()
+    against.add((rows, rows), (rows, rows), (tokens, tokens))
+    found = against.as_dict()
     assert (found["kld_mean"], found["same_top"], found["rms_dp"], found["dnll"]) == (0, 1, 0, 0)
     assert found["greedy_match_tokens"] == 40
     tokens[7] += 1
     assert greedy_match(rows, tokens % 30) == 7
+
+
+def test_cases_stay_together() -> None:
+    """One with a true text only, one with a greedy one only, one with neither."""
+    rows = np.random.default_rng(0).normal(0, 2, (5, 30)).astype(np.float32)
+    tokens, none = rows.argmax(axis=1).astype(np.int32), np.empty(0, np.int32)
+    against = Against()
+    for texts in ((tokens, none), (none, tokens), (none, none)):
+        both = tuple(rows[: len(t)] for t in texts)
+        against.add(both, both, texts)  # type: ignore[arg-type]
+    found = against.as_dict()
+    assert (found["cases"], found["n"]) == (2, 10)
+    assert (found["greedy_match_tokens"], found["dnll"]) == (5, 0)
 
 
 def test_the_channel_index_runs_from_nothing_to_all() -> None:
@@ -207,6 +225,7 @@ _TWO = '"segments": [{"text": "a"}, {"text": "b", "mask": true}]'
         ("a.jsonl", '{"segments": [{"text": "a", "mask": true}]}', "in front of it"),
         ("a.jsonl", '{"segments": [], "answer": 1}', "unknown key 'answer'"),
         ("a.jsonl", f'{{{_TWO}, "secrets": [{{"ask": "", "options": ["x"], "right": 0}}]}}', "two or more"),
+        ("a.jsonl", f'{{{_TWO}, "secrets": [{{"ask": "", "options": ["x", ""], "right": 0}}]}}', "none empty"),
         ("a.jsonl", "", "no case"),
         ("a.jsonl", "[1]", "line 1"),
         ("a.txt", "no marks", "<<<mask"),
@@ -254,11 +273,14 @@ def curve(mask: list[float], restart: list[float]) -> list[dict[str, Any]]:
 
 
 def test_where_a_mask_begins_to_pay() -> None:
-    assert verdict.break_even(curve([100] * 3, [64, 256, 1024])) == pytest.approx(100)
-    assert verdict.break_even(curve([10] * 3, [64, 256, 1024])) == pytest.approx(10)
-    assert verdict.break_even(curve([1] * 3, [200, 300, 900])) == 0
-    assert verdict.break_even(curve([100] * 3, [50, 50, 50])) is None
-    assert verdict.break_even([]) is None
+    """Between two measured lengths, and no number outside of what was measured."""
+    assert verdict.break_even(curve([100] * 3, [64, 136, 1024]))["tokens"] == pytest.approx(160)
+    assert verdict.break_even(curve([100] * 3, [64, 136, 1024]))["said"] == "at about 160 tokens"
+    assert verdict.break_even(curve([10] * 3, [64, 256, 1024])) == {"tokens": None, "said": "below 64 tokens"}
+    assert verdict.break_even(curve([100] * 3, [50, 50, 50])) == {"tokens": None, "said": "above 1,024 tokens"}
+    assert verdict.break_even([]) == {"tokens": None, "said": "not measured"}
+    partly = [*curve([10] * 3, [64, 256, 1024]), {"span": 1024, "suffix": 64, "arms": {}}]
+    assert verdict.break_even(partly)["said"] == "below 64 tokens"
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -272,26 +294,35 @@ def leak(hits: int, n: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("full", "mask", "restart", "said", "advice"),
+    ("full", "mask", "restart", "n", "said", "advice"),
     [
-        (100, 12, 10, "no direct recall was seen", "mask"),
-        (100, 60, 10, "still decodable", "mask with recompute"),
-        (12, 12, 10, "Too small to tell", "mask"),
+        (100, 12, 10, 100, "No direct recall was seen", "mask"),
+        (100, 60, 10, 100, "still decodable", "mask with recompute"),
+        (12, 12, 10, 100, "Too small to tell", "mask"),
+        (8, 2, 1, 8, "Too few cases", "mask"),
+        (60, 55, 50, 100, "what stays visible tells them", "mask"),
+        (100, 55, 50, 100, "No direct recall was seen", "mask"),
     ],
 )
-def test_the_verdict(full: int, mask: int, restart: int, said: str, advice: str) -> None:
-    data = report()
+def test_the_verdict(full: int, mask: int, restart: int, n: int, said: str, advice: str) -> None:
+    data = report(break_even={"tokens": None, "said": "below 64 tokens"})
     for name, hits in (("full", full), ("mask", mask), ("restart", restart)):
-        data["arms"][name]["leak"] = leak(hits, 100)
-    data["arms"]["mask"]["vs_restart"]["kld_mean"] = 0.004
+        data["arms"][name]["leak"] = leak(hits, n)
+    data["arms"]["mask"]["vs_restart"].update(kld_mean=0.004, kld_ci=[0.0035, 0.0045])
     data["noise"]["vs_restart"]["kld_mean"] = 0.003
-    data["break_even_suffix"] = 0
     found, text = verdict.decide(data)
     assert (found, said in text) == (advice, True)
+    assert ("What leaks is not known" in text) == (advice == "mask" and "No direct" not in said)
+
+
+def test_one_case_decides_nothing() -> None:
+    data = report(break_even={"tokens": None, "said": "below 64 tokens"})
+    data["arms"]["mask"]["vs_restart"]["kld_ci"] = None
+    assert verdict.decide(data)[0] == "measure more"
 
 
 def test_behind_a_short_text_a_restart_is_as_good() -> None:
-    data = report(break_even_suffix=500.0)
+    data = report(break_even={"tokens": 500.0, "said": "at about 500 tokens"})
     assert verdict.decide(data)[0] == "restart"
 
 
@@ -342,7 +373,7 @@ def test_markdown_and_csv_hold_every_arm() -> None:
 
 
 def test_a_run_that_was_cut_short_still_has_a_report() -> None:
-    data = report(curve=[], interrupted=True)
+    data = report(curve=[], interrupted=True, break_even={"tokens": None, "said": "not measured"})
     for arm in data["arms"].values():
         arm.update(vs_restart={}, vs_full={}, leak={}, facts={}, n=0, edit_ms=None, ttft_ms=None, decode_tps=None)
     data.update(noise={"vs_restart": {}, "vs_full": {}}, controls={})

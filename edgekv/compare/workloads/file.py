@@ -17,7 +17,7 @@ from edgekv.errors import UsageError
 
 OPEN: Final = "<<<mask"
 CLOSE: Final = "mask>>>"
-_KEYS: Final = {"segments", "question", "continuation", "secrets", "facts", "special"}
+_KEYS: Final = {"segments", "question", "continuation", "secrets", "facts", "controls", "special"}
 
 
 def workload(path: Path) -> Any:
@@ -57,6 +57,7 @@ def _case(raw: dict[str, Any]) -> Case:
         continuation=str(raw.get("continuation", "")),
         secrets=tuple(_choice(c) for c in raw.get("secrets", ())),
         facts=tuple(_choice(c) for c in raw.get("facts", ())),
+        controls=tuple(_choice(c) for c in raw.get("controls", ())),
         special=bool(raw.get("special")),
     )
 
@@ -70,8 +71,8 @@ def _check(segments: tuple[Segment, ...]) -> None:
 
 def _choice(raw: dict[str, Any]) -> Choice:
     options = tuple(str(option) for option in raw["options"])
-    if not 0 <= int(raw["right"]) < len(options) or len(set(options)) < 2:
-        raise ValueError('a choice needs two or more different options, and "right" is the index of one')
+    if not 0 <= int(raw["right"]) < len(options) or len(set(options)) < max(2, len(options)) or not all(options):
+        raise ValueError('a choice needs two or more different options, none empty, and "right" is the index of one')
     return Choice(str(raw["ask"]), options, int(raw["right"]))
 
 
