@@ -104,7 +104,7 @@ def ttft(data: dict[str, Any]) -> str:
 
 
 def distance(data: dict[str, Any]) -> str:
-    """Mean KL from the restart by the number of tokens behind the edit; the floor is dashed."""
+    """Mean KL from the restart by the number of tokens behind the question; the floor is dashed."""
     rows = {n: a["vs_restart"]["kld_by_distance"] for n, a in data["arms"].items() if a["vs_restart"]}
     rows = {n: r for n, r in rows.items() if n not in ("full", "restart", "placebo", "restart_cold")}
     floor = data["noise"]["vs_restart"].get("kld_by_distance")
@@ -122,7 +122,7 @@ def distance(data: dict[str, Any]) -> str:
     parts += [_x_tick(x(e), f"{e:,}") for e in ends if e == ends[-1] or x(ends[-1]) - x(e) > 34]
     parts.append(_line(path(floor), "var(--dim)", dashed=True))
     parts += [_line(path(r), _COLOURS[n]) for n, r in rows.items()]
-    return _figure("KL divergence from the restart (dashed: noise)", parts, "tokens after the edit", list(rows))
+    return _figure("KL divergence from the restart (dashed: noise)", parts, "tokens behind the question", list(rows))
 
 
 def leak(data: dict[str, Any]) -> str:
