@@ -35,7 +35,14 @@ def llama(tiny_path: TinyPath) -> Iterator[Model]:
         yield loaded
 
 
-@pytest.mark.parametrize("workload", ["canary", "chat", "tools", "think", "summary"])
+WORKLOADS = [
+    *(("llama", name) for name in ("canary", "chat", "tools", "think", "summary")),
+    *(("gemma3", name) for name in ("canary", "summary")),
+    *(("yarn", name) for name in ("canary", "summary")),
+]
+
+
+@pytest.mark.parametrize(("model", "workload"), WORKLOADS, indirect=["model"])
 def test_right_by_construction(model: Model, workload: str) -> None:
     """A restart is 0 from itself, reading in isolation or all of it again is a restart, and hiding nothing is not."""
     wanted = ("mask", "mask_recompute", "isolated") if workload != "summary" else ()
