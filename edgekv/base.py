@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from . import catalog
 from .columns import State
 from .engine import Engine
-from .errors import BadState, ClosedError, SessionBroken, UsageError
+from .errors import ClosedError, SessionBroken, UsageError
 from .generation import Generation
 from .model import Model
 from .reader import Progress
@@ -106,7 +106,7 @@ class Base:
         """Free the cells nobody else holds, and the engine and model once no fork needs them. Closing twice is
         fine."""
         with self.lock:
-            self._check_idle()
+            self.engine.check_idle()
             if not self._closed:
                 self._closed = True
                 self._transcript.record.release()
@@ -119,7 +119,7 @@ class Base:
         self._check_open()
         if broken := self._transcript.record.broken or self.engine.lost:
             raise SessionBroken(broken)
-        self._check_idle()
+        self.engine.check_idle()
         generation = self._generation
         if generation is None or generation.finished:
             return
@@ -127,10 +127,6 @@ class Base:
             generation.close()
         else:
             generation.finish()
-
-    def _check_idle(self) -> None:
-        if self.engine.reading:
-            raise BadState("a session on this engine is still reading; its progress callback cannot touch any of them")
 
     def _check_open(self) -> None:
         if self._closed or self.engine.closed:

@@ -10,7 +10,7 @@ tokens wait while others are read; sessions take the others.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +22,7 @@ from .capabilities import Capability
 from .columns import CellRun
 from .errors import AuditFailed, ContextFull, DecodeFailed, MaskUnsupported, UsageError
 from .model import Model
-from .settings import KEEPER, NUM_RESERVED, SCRATCH
+from .settings import KEEPER, SCRATCH
 from .steps import Move
 
 MAX_POS: Final = (1 << 31) - 1
@@ -69,7 +69,7 @@ class Cells:
         self.check_mask()
         self._check_range(run)
         self.check_seq(dst)
-        self._copy(*run[:1], dst, *run[1:])
+        self._copy(run.seq, dst, run.p0, run.p1)
 
     def move(self, step: Move) -> None:
         """Hand cells from one sequence to another, shifted on the way in scratch, where nothing can collide.
@@ -244,11 +244,6 @@ class Cells:
         self.check_seq(run.seq)
         if not 0 <= run.p0 < run.p1 <= MAX_POS:
             raise UsageError(f"[{run.p0}, {run.p1}) is no range of positions")
-
-
-def sequence_ids(num_sequences: int) -> Iterable[int]:
-    """The sequences that sessions may take."""
-    return range(NUM_RESERVED, num_sequences)
 
 
 def _bytes(blob: npt.NDArray[np.uint8]) -> Any:

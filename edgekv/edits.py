@@ -312,6 +312,5 @@ class _Register:
     def __call__(self, indexes: Range) -> Span:
         spans = self.session._spans
         name = self.name or spans.free_name(self.role or "text")
-        if any(span.name == name for span in spans.ordered()):  # that of the text it replaces
-            spans.rename(name, spans.free_name(name))
+        spans.make_way(name)
         return spans.add(Span(name, *indexes, self.role, self.tags))

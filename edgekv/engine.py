@@ -18,11 +18,11 @@ import numpy.typing as npt
 from . import _llama, memory
 from ._llama import lib
 from .batch import Batch, Chunk
-from .cells import MAX_POS, Cells, sequence_ids
+from .cells import MAX_POS, Cells
 from .columns import CellRun
-from .errors import AuditFailed, ClosedError, ContextFull, DecodeFailed, NoLogits, TooLarge, UsageError
+from .errors import AuditFailed, BadState, ClosedError, ContextFull, DecodeFailed, NoLogits, TooLarge, UsageError
 from .model import Model
-from .settings import SCRATCH, Settings
+from .settings import NUM_RESERVED, SCRATCH, Settings
 from .shares import Shares
 from .steps import Drop, Own, Shift, Step
 
@@ -58,7 +58,7 @@ class Engine:
         self.shares: Final = Shares()
         self.lost = ""  # why no session on this engine can go on
         self.reading = False  # while a session reads and its progress callback may run
-        self._free_sequences = list(sequence_ids(self._num_sequences))
+        self._free_sequences = list(range(NUM_RESERVED, self._num_sequences))
         self._batch = Batch(self.n_batch)
         self._outputs: frozenset[int] = frozenset()
         self._holders: tuple[weakref.ref[LogitsHolder], ...] = ()
@@ -122,6 +122,11 @@ class Engine:
     def _check_open(self) -> None:
         if not self._free.alive:
             raise ClosedError("the engine was closed; open a new session")
+
+    def check_idle(self) -> None:
+        """Raise BadState while a session on this engine reads: its progress callback can touch none of them."""
+        if self.reading:
+            raise BadState("a session on this engine is still reading; its progress callback cannot touch any of them")
 
     def take_sequences(self) -> list[int]:
         """Sequence ids for one more session: its live sequence, then its archives."""

@@ -120,7 +120,7 @@ class Generation:
     def __next__(self) -> str:
         while True:
             with self.host.lock:  # a verb of another thread may have ended it since the last step
-                self.host.check_idle()
+                self.host.engine.check_idle()
                 if not self.finished:
                     self._try_step()
                 if piece := self.release():

@@ -10,7 +10,7 @@ import numpy as np
 from .batch import Chunk
 from .columns import State
 from .engine import Engine
-from .errors import BadState, ClosedError
+from .errors import ClosedError
 from .model import Model
 from .next_logits import NextLogits
 from .sampling import Sampler, Sampling
@@ -40,11 +40,6 @@ class Host:
     def open(self) -> bool:
         """Whether the session can go on."""
         return not (self._record.released or self._record.broken or self.engine.lost or self.engine.closed)
-
-    def check_idle(self) -> None:
-        """Raise BadState while a session on this engine reads: its progress callback cannot generate."""
-        if self.engine.reading:
-            raise BadState("a session on this engine is still reading; its progress callback cannot generate")
 
     def begin(self, sampling: Sampling) -> tuple[Sampler, int]:
         """A sampler whose penalties count what is visible now, and the index generated tokens begin at."""

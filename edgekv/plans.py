@@ -55,7 +55,7 @@ class Plan:
     @property
     def num_copied(self) -> int:
         """Cells it takes to leave those of other sessions alone."""
-        return num_copied(self.steps)
+        return sum(s.p1 - s.p0 for s in self.steps if isinstance(s, Own))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,3 @@ class Arrival:
     def num_cells(self) -> int:
         """Free cells it takes while it goes on."""
         return len(self.tokens) + sum(s.p1 - s.p0 for s in self.close_up) + self.plan.num_copied
-
-
-def num_copied(steps: tuple[Step, ...]) -> int:
-    return sum(s.p1 - s.p0 for s in steps if isinstance(s, Own))

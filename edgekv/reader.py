@@ -20,7 +20,7 @@ from .history import clip
 from .model import TokenArray
 from .next_logits import NextLogits
 from .plans import Arrival, Part, Recompute, Reread
-from .record import Record, runs_in
+from .record import Record
 from .sampling import Sampler
 from .settings import ASIDE
 from .spans import Range, runs
@@ -171,7 +171,7 @@ class Reader:
 
     def _leave_seen(self, arrival: Arrival) -> None:
         moved = {(s.p0, s.p1): s.delta for s in arrival.close_up}
-        for _, p0, p1 in runs_in(ASIDE, arrival.seen):
+        for _, p0, p1 in arrival.seen:
             delta = moved.get((p0, p1))
             kept = p1 - p0 if delta is None else 0
             self._record.apply([Drop(ASIDE, p0 + (delta or 0), p1 + (delta or 0), kept)])
@@ -190,12 +190,8 @@ class Reader:
         ids = self._ledger.ids
         if arrival.opened:
             ids = np.concatenate([ids[: arrival.row], arrival.tokens, ids[arrival.row :]])
-
-        def commit() -> None:
-            self._record.commit_arrival(arrival)
-            self._ledger.history.recomputed(runs(arrival.plan.after.visible), self._ledger.view)
-
-        return self.restart(ids[arrival.plan.after.visible], commit, register)
+        visible = arrival.plan.after.visible
+        return self.restart(ids[visible], lambda: self._record.commit_arrival(arrival), register)
 
     # -- once more ----------------------------------------------------------------------------------------------
 
@@ -268,6 +264,7 @@ class Reader:
                         self._engine.clear(ASIDE, own)
                     record.tally.read(len(tokens), time.perf_counter() - began)
                     commit()
+                    self._ledger.history.recomputed(runs(self._ledger.columns.visible), self._ledger.view)
                     if record.next.known:
                         record.next.view = self._ledger.view
                     return done()

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .columns import CellRun, State
+from .columns import State
 from .engine import Engine
 from .errors import AuditFailed, SessionBroken
 from .history import View, view_with_rows
@@ -142,8 +142,3 @@ def _difference(seq: int, held: Sequence[int] | npt.NDArray[np.int32], wanted: n
         f"sequence {seq}: llama.cpp holds {len(held)} cells, the ledger {len(wanted)}; "
         f"only in llama.cpp: {extra[:8].tolist()}, only in the ledger: {missing[:8].tolist()}"
     )
-
-
-def runs_in(seq: int, runs: Sequence[CellRun]) -> list[CellRun]:
-    """The same runs in another sequence."""
-    return [run._replace(seq=seq) for run in runs]

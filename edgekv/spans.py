@@ -139,8 +139,11 @@ class SpanTable:
         named = [s for s in here if s.name == span.name]
         return next(iter(named or [s for s in here if s.stop == span.stop]), None)
 
-    def rename(self, old: str, new: str) -> None:
-        self._spans[new] = replace(self._spans.pop(old), name=new)
+    def make_way(self, name: str) -> None:
+        """A span of that name, whose text is being replaced, gets another."""
+        if name in self._spans:
+            other = self.free_name(name)
+            self._spans[other] = replace(self._spans.pop(name), name=other)
 
     def within(self, name: str, ranges: Sequence[Range]) -> bool:
         """Whether a span of that name lies in one of the ranges."""

@@ -25,7 +25,7 @@ def decode_together(generations: Iterable[Generation]) -> Iterator[tuple[int, st
     left = True
     while left:
         with together[0].host.lock:
-            together[0].host.check_idle()
+            together[0].host.engine.check_idle()
             going = [g for g in together if not g.finished]
             left = bool(going)
             with uninterrupted():

@@ -100,16 +100,12 @@ class Transcript:
             self.record.restore_logits()
 
         if not self.ledger.has_cells:
-            return self.reader.restart(self.ledger.ids[plan.after.visible], lambda: self._restarted(commit), done)
+            return self.reader.restart(self.ledger.ids[plan.after.visible], commit, done)
         self._check_copies(plan)
         with uninterrupted():
             self.record.apply(plan.steps)
             commit()
             return done()
-
-    def _restarted(self, commit: Callable[[], None]) -> None:
-        commit()
-        self.ledger.history.recomputed(runs(self.ledger.columns.visible), self.ledger.view)
 
     def _check_copies(self, plan: Plan) -> None:
         if plan.num_copied > self.engine.cells_free + plan.num_freed:
@@ -207,10 +203,11 @@ class Transcript:
         def planned() -> Recompute:
             return self.to_recompute if row is None else self.record.plan.recompute(row)
 
-        self.reader.check_room(planned().num_tokens)
+        again = planned()
+        self.reader.check_room(again.num_tokens)
         if (close := self.record.plan.close()) is not None:
             self._carry_out(close, lambda: None)
-        again = planned()
+            again = planned()
 
         def done() -> Receipt:
             self._commit_again(again)
