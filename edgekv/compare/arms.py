@@ -19,7 +19,9 @@ from edgekv.compare.case import Case
 from edgekv.engine import Engine
 from edgekv.errors import AuditFailed, UsageError
 from edgekv.model import Model, TokenArray
+from edgekv.planner import NUM_SINKS
 from edgekv.session import Session
+from edgekv.spans import runs
 from edgekv.transcript import Hiding
 
 ODD_BATCH: Final = 37  # boundaries nobody would choose, for the noise floor
@@ -218,19 +220,17 @@ def _placebo_restart(stage: Stage) -> Session:
 def placebo_span(texts: Texts) -> tuple[int, int]:
     """A stretch of visible tokens, as long as what is masked if there is one, behind the attention sinks."""
     flags = np.concatenate([np.full(len(p.tokens), not p.mask) for p in texts.pieces])
-    flags[:4] = False
-    wanted = int(np.count_nonzero(~flags[4:]))
+    flags[:NUM_SINKS] = False
+    wanted = int(np.count_nonzero(~flags[NUM_SINKS:]))
     best = _longest_run(flags)
     if best[0] == best[1]:
-        raise UsageError("there is no visible text behind the first four tokens to mask as a placebo")
+        raise UsageError(f"there is no visible text behind the first {NUM_SINKS} tokens to mask as a placebo")
     length = min(wanted, best[1] - best[0])
     start = best[0] + int(np.random.default_rng(texts.seed).integers(best[1] - best[0] - length + 1))
     return (start, start + length)
 
 
 def _longest_run(flags: npt.NDArray[np.bool_]) -> tuple[int, int]:
-    from edgekv.spans import runs
-
     return max(runs(flags), key=lambda r: r[1] - r[0], default=(0, 0))
 
 

@@ -37,8 +37,8 @@ def words(kld: float, floor: float) -> str:
 def break_even(curve: list[dict[str, Any]]) -> dict[str, Any]:
     """From how many tokens behind the span on a mask answers sooner than a restart: {"tokens", "said"}.
 
-    Between the two measured lengths where the sign of the gain changes, on a straight line; at the longest span of
-    which two lengths were measured. Outside of what was measured no number is given.
+    Between the two measured lengths where the sign of the gain changes, on a straight line; at the span of
+    which most lengths were measured. Outside of what was measured no number is given.
     """
     spans = {p["span"] for p in curve}
     rows = max(([r for r in map(_gain, curve) if r and r[2] == span] for span in spans), key=len, default=[])
