@@ -7,7 +7,6 @@ cells.py does the same for sequences and cells.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Protocol
@@ -21,6 +20,7 @@ from .batch import Batch, Chunk
 from .cells import MAX_POS, Cells
 from .columns import CellRun
 from .errors import AuditFailed, BadState, ClosedError, ContextFull, DecodeFailed, NoLogits, TooLarge, UsageError
+from .fair_lock import FairLock
 from .model import Model
 from .settings import NUM_RESERVED, SCRATCH, Settings
 from .shares import Shares
@@ -43,7 +43,7 @@ class Engine:
         settings.check()
         self.model: Final = model
         self.settings: Final = settings
-        self.lock: Final = threading.RLock()
+        self.lock: Final = FairLock()
         self.close_gaps: Final = model.close_gaps(settings.kv_type)
         self.can_shift: Final = bool(self.close_gaps)
         self._refuse_too_large()

@@ -125,6 +125,29 @@ def test_one_session_from_two_threads(tiny_path: TinyPath) -> None:
         look(session)
 
 
+def test_a_long_generation_lets_others_in(tiny_path: TinyPath) -> None:
+    """Whoever waits gets the lock behind the token that is being read, not behind the last one."""
+    with Session(tiny_path("llama"), settings=TWO) as session:
+        session.append(TEXT)
+        generation = session.generate(600)
+        going, waited = threading.Event(), []
+
+        def listen() -> None:
+            for _ in generation:
+                going.set()
+
+        def look_in() -> None:
+            assert going.wait(20)
+            for _ in range(30):
+                before = len(generation.tokens)
+                with session.lock:
+                    waited.append(len(generation.tokens) - before)
+
+        together(listen, look_in)
+        assert len(generation.tokens) > 100
+        assert max(waited) <= 2  # one was being read, one may have been counted late
+
+
 @pytest.mark.parametrize("how", ["append", "close"])
 def test_a_generation_in_one_thread_ended_by_another(tiny_path: TinyPath, how: str) -> None:
     with Session(tiny_path("llama"), settings=TWO) as session:

@@ -40,7 +40,7 @@ LAYERS = (
     ("_llama", "settings", "state_blob", "fetch", "tiny", "receipts", "tally", "numerics"),
     ("catalog", "capabilities", "memory", "gguf", "_pip"),
     ("columns", "history", "places", "steps"),
-    ("shares",),
+    ("shares", "fair_lock"),
     ("spans",),
     ("errors",),
 )
