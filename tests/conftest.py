@@ -18,14 +18,14 @@ TinyPath = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> TinyPath:
-    """``tiny_path(kind, seed=0)``: the file of a tiny random model, written on first use."""
+    """``tiny_path(kind, seed=0, n_ctx_train=4096)``: the file of a tiny random model, written on first use."""
     from edgekv import tiny
 
     folder = tmp_path_factory.mktemp("tiny")
 
-    def path(kind: str = "llama", *, seed: int = 0) -> Path:
-        file = folder / f"{kind}-{seed}.gguf"
-        return file if file.exists() else tiny.write(file, kind, seed=seed)
+    def path(kind: str = "llama", *, seed: int = 0, n_ctx_train: int = 4096) -> Path:
+        file = folder / f"{kind}-{seed}-{n_ctx_train}.gguf"
+        return file if file.exists() else tiny.write(file, kind, seed=seed, n_ctx_train=n_ctx_train)
 
     return path
 

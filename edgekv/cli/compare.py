@@ -43,7 +43,7 @@ class Lengths(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         try:
             return tuple(int(part) for part in str(value).split(","))
         except ValueError:
-            self.fail(f"{value!r} is no list of whole numbers such as 64,256,1024", param, ctx)
+            self.fail(f"{value!r} is no list of whole numbers such as 16,64,256", param, ctx)
 
 
 @click.command(help=_HELP)
@@ -53,7 +53,9 @@ class Lengths(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 @click.option("--cases", type=click.IntRange(1), help="Cases.  [default: 100 of canary, else 8]")
 @click.option("--compared", type=click.IntRange(1), default=8, show_default=True, help="Cases compared token by token.")
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Of each timing.")
-@click.option("--suffix", type=Lengths(), default="64,256,1024", show_default=True, help="Tokens behind, of the curve.")
+@click.option(
+    "--suffix", type=Lengths(), default="16,64,256,1024", show_default=True, help="Tokens behind, of the curve."
+)
 @click.option("--span", type=Lengths(), default="512", show_default=True, help="Tokens masked, of the curve.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the figures, - for stdout instead of the report.")
 @click.option("--html", "html_to", metavar="FILE", help="Write the report as one HTML file.")

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.compare.case import Case
+from edgekv.compare.edits import EDITS, Edit
 from edgekv.engine import Engine
 from edgekv.errors import AuditFailed, UsageError
 from edgekv.model import Model, TokenArray
 from edgekv.planner import NUM_SINKS
 from edgekv.session import Session
 from edgekv.spans import runs
-from edgekv.transcript import Hiding
 
 ODD_BATCH: Final = 37  # boundaries nobody would choose, for the noise floor
 
@@ -123,32 +123,22 @@ class Stage:
             raise AuditFailed(f"the arm {arm!r} shows {len(shown)} tokens and should show {len(wanted)} others")
 
 
+Arm: TypeAlias = Callable[[Stage], Session]
+
+
 def _full(stage: Stage) -> Session:
     return stage.full.fork()
 
 
-def _edited(stage: Stage, edit: Callable[[Session], object]) -> Session:
-    with ExitStack() as on_error:
-        session = on_error.enter_context(stage.full.fork())
-        edit(session)
-        on_error.pop_all()
-        return session
+def _edited(edit: Edit) -> Arm:
+    def arm(stage: Stage) -> Session:
+        with ExitStack() as on_error:
+            session = on_error.enter_context(stage.full.fork())
+            edit(session, stage.texts.masked)
+            on_error.pop_all()
+            return session
 
-
-def _mask(stage: Stage) -> Session:
-    return _edited(stage, lambda s: s.mask(stage.texts.masked))
-
-
-def _mask_keep_gap(stage: Stage) -> Session:
-    return _edited(stage, lambda s: s.mask(stage.texts.masked, gap="keep"))
-
-
-def _mask_auto(stage: Stage) -> Session:
-    return _edited(stage, lambda s: s.mask(stage.texts.masked, then="auto"))
-
-
-def _mask_recompute(stage: Stage) -> Session:
-    return _edited(stage, lambda s: s.mask(stage.texts.masked, then="recompute"))
+    return arm
 
 
 def _isolated(stage: Stage) -> Session:
@@ -191,19 +181,9 @@ def _in_odd_batches(stage: Stage, tokens: TokenArray) -> Session:
     return session
 
 
-def _cache_reuse(stage: Stage) -> Session:
-    """As llama-server --cache-reuse: the span goes, and what stands behind it moves down to what stands before."""
-
-    def reuse(session: Session) -> None:
-        with session.lock:
-            session._transcript.mask(session._rows(stage.texts.masked), Hiding("close", suffix_moves=True))
-
-    return _edited(stage, reuse)
-
-
 def _placebo(stage: Stage) -> Session:
     """Another stretch is masked, as long as the span if there is one, and the span stays."""
-    return _edited(stage, lambda s: s.mask(placebo_span(stage.texts)))
+    return _edited(lambda session, _: session.mask(placebo_span(stage.texts)))(stage)
 
 
 def _placebo_restart(stage: Stage) -> Session:
@@ -234,20 +214,14 @@ def _longest_run(flags: npt.NDArray[np.bool_]) -> tuple[int, int]:
     return max(runs(flags), key=lambda r: r[1] - r[0], default=(0, 0))
 
 
-Arm: TypeAlias = Callable[[Stage], Session]
-
 ARMS: Final[dict[str, Arm]] = {
     "full": _full,
-    "mask": _mask,
-    "mask_keep_gap": _mask_keep_gap,
-    "mask_auto": _mask_auto,
-    "mask_recompute": _mask_recompute,
+    **{name: _edited(edit) for name, edit in EDITS.items()},
     "isolated": _isolated,
-    "cache_reuse": _cache_reuse,
     "restart": _restart,
     "restart_cold": _restart_cold,
-    "summary_mask": _mask,
-    "summary_clean": _mask_recompute,
+    "summary_mask": _edited(EDITS["mask"]),
+    "summary_clean": _edited(EDITS["mask_recompute"]),
     "summary_restart": _restart_cold,
     "placebo": _placebo,
     "placebo_restart": _placebo_restart,

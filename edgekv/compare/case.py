@@ -20,11 +20,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class Choice:
-    """A forced choice: ``ask`` is read, then the likeliest of ``options`` is the answer; ``right`` is its index."""
+    """A forced choice: ``ask`` is read, then the likeliest of ``options`` is the answer; ``right`` is its index.
+
+    part: what is also counted by itself: secrets that the text behind the mask "used" (it leans on them, without
+    telling them) or left "unused", facts that stand "before" the masked text or "behind" it.
+    """
 
     ask: str
     options: tuple[str, ...]
     right: int
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -32,9 +37,9 @@ class Case:
     """Segments are read in order; then the masked ones are to count no longer, and ``question`` comes.
 
     continuation: what the text really goes on with behind the question, for its log-likelihood. secrets: about masked
-    segments. facts: about what stays visible. controls: nothing that was read tells the answer. used: whether what
-    stands behind the mask speaks of the secret without telling it. summarise: where it is given, the model sums the
-    masked segments up, and its summary stands behind them. special: control tokens in the texts act as such.
+    segments. facts: about what stays visible. controls: nothing that was read tells the answer. summarise: where it
+    is given, the model sums the masked segments up, and its summary stands behind them. special: control tokens in the
+    texts act as such.
     """
 
     segments: tuple[Segment, ...]
@@ -43,7 +48,6 @@ class Case:
     secrets: tuple[Choice, ...] = ()
     facts: tuple[Choice, ...] = ()
     controls: tuple[Choice, ...] = ()
-    used: bool = False
     summarise: str = ""
     special: bool = False
 

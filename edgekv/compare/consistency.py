@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv import numerics
-from edgekv.compare.statistics import mean_ci
+from edgekv.compare.statistics import Interval, mean_ci, quantile_ci
 from edgekv.model import TokenArray
 
 Rows = npt.NDArray[np.float32]
@@ -77,42 +77,44 @@ class Against:
         number of tokens behind the question, in doublings."""
         if not self.cases:
             return {}
-        true = [c.true.dnll for c in self.cases if c.true is not None]
-        matches = [c.match for c in self.cases if c.match is not None]
-        every = np.concatenate(self._by_case("kld"))
-        mean, ci = mean_ci(self._by_case("kld"))
-        top, top_ci = mean_ci(self._by_case("same_top"))
+        kld, true = self._by_case("kld"), [c.true.dnll for c in self.cases if c.true is not None]
         square, square_ci = mean_ci([dp**2 for dp in self._by_case("dp")])
-        dnll, dnll_ci = mean_ci(true)
         return {
-            "n": len(every),
+            "n": sum(map(len, kld)),
             "cases": len(self.cases),
-            "kld_mean": mean,
-            "kld_ci": ci,
-            "kld_median": float(np.median(every)),
-            "kld_p99": float(np.percentile(every, 99)),
-            "same_top": top,
-            "same_top_ci": top_ci,
+            **_named("kld_mean", "kld_ci", mean_ci(kld)),
+            **_named("kld_median", "kld_median_ci", quantile_ci(kld, 0.5)),
+            **_named("kld_p99", "kld_p99_ci", quantile_ci(kld, 0.99)),
+            **_named("same_top", "same_top_ci", mean_ci(self._by_case("same_top"))),
             "rms_dp": math.sqrt(square),
             "rms_dp_ci": square_ci and [math.sqrt(end) for end in square_ci],
-            "dnll": dnll if true else None,
-            "dnll_ci": dnll_ci,
-            "greedy_match_tokens": float(np.median(matches)) if matches else None,
+            **_named("dnll", "dnll_ci", mean_ci(true)),
+            **_named("greedy_match_tokens", "greedy_match_ci", quantile_ci(self._matches, 0.5)),
             "kld_by_distance": self._by_distance(),
         }
+
+    @property
+    def _matches(self) -> list[list[float]]:
+        return [[c.match] for c in self.cases if c.match is not None]
 
     def _by_case(self, name: str) -> list[npt.NDArray[Any]]:
         return [np.concatenate([getattr(t, name) for t in c.parts]) for c in self.cases]
 
     def _by_distance(self) -> list[dict[str, Any]]:
-        stretches = [t.kld for c in self.cases for t in c.parts]
-        longest = max(map(len, stretches))
+        klds = [[t.kld for t in c.parts] for c in self.cases]
+        longest = max(len(kld) for parts in klds for kld in parts)
         edges = [0, *(2**k for k in range(longest.bit_length()) if 2**k < longest), longest]
         found = []
         for a, b in pairwise(edges):
-            values = np.concatenate([kld[a:b] for kld in stretches])
-            found.append({"from": a, "to": b, "kld_mean": float(values.mean()), "n": len(values)})
+            groups = [np.concatenate([kld[a:b] for kld in parts]) for parts in klds]
+            values = _named("kld_mean", "kld_ci", mean_ci(groups))
+            found.append({"from": a, "to": b, **values, "n": sum(map(len, groups))})
         return found
+
+
+def _named(value: str, ci: str, found: tuple[float, Interval]) -> dict[str, Any]:
+    """A figure and its interval under their names; null where nothing was measured."""
+    return {value: None if math.isnan(found[0]) else found[0], ci: found[1]}
 
 
 def greedy_match(arm: Rows, tokens: TokenArray) -> int:

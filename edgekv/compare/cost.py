@@ -7,27 +7,26 @@ not count. No arm runs in a fork: its cells would be copied before they move, an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
+from edgekv.compare import resident
+from edgekv.compare.edits import EDITS
 from edgekv.compare.statistics import spread
 from edgekv.engine import Engine
 from edgekv.model import Model, TokenArray
 from edgekv.session import Session
 from edgekv.settings import Settings
-from edgekv.transcript import Hiding
 
 BEFORE: Final = 256  # tokens in front of the span
 QUESTION: Final = 16
 DECODED: Final = 24  # tokens generated behind the question where decode speed is measured
 
-TIMED: Final = (
-    *("full", "mask", "mask_keep_gap", "mask_auto", "mask_recompute", "cache_reuse", "restart", "restart_cold"),
-)
+TIMED: Final = ("full", *EDITS, "restart", "restart_cold")
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,22 @@ class Timing:
     edit_ms: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     decode_tps: list[float] = field(default_factory=list)
+    decode_compacted_tps: list[float] = field(default_factory=list)
     tokens_redecoded: int = 0
     cells_used: int = 0
     kv_bytes: int = 0
+    rss_peak_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "edit_ms": spread(self.edit_ms),
             "ttft_ms": spread(self.ttft_ms),
             "decode_tps": spread(self.decode_tps),
+            "decode_compacted_tps": spread(self.decode_compacted_tps),
             "tokens_redecoded": self.tokens_redecoded,
             "cells_used": self.cells_used,
             "kv_bytes": self.kv_bytes,
+            "rss_peak_bytes": self.rss_peak_bytes,
         }
 
 
@@ -93,6 +96,7 @@ class Point:
     def take(self, arm: str, timing: Timing, *, decode: bool) -> None:
         """Make the edit, read the question, draw a token; then all is as before."""
         self.engine.settle()
+        resident.count_anew()
         began = time.perf_counter()
         if arm in ("restart", "restart_cold"):
             self._restarted(arm, timing, began, decode=decode)
@@ -101,7 +105,7 @@ class Point:
 
     def _edited(self, arm: str, timing: Timing, began: float, *, decode: bool) -> None:
         session, length = self.session, len(self.session.tokens)
-        read_again = EDITS[arm](session)
+        read_again = EDITS[arm](session, "span").prefilled if arm in EDITS else 0
         timing.edit_ms.append((time.perf_counter() - began) * 1e3)
         self._answer(session, timing, began, decode=decode)
         timing.tokens_redecoded = read_again
@@ -131,28 +135,20 @@ class Point:
 
     def _answer(self, session: Session, timing: Timing, began: float, *, decode: bool) -> None:
         session.append(self.question)
-        int(session.logits().argmax())
+        session.logits().argmax()  # the first token, greedily
         timing.ttft_ms.append((time.perf_counter() - began) * 1e3)
-        if decode and (speed := session.generate(DECODED).timings.tokens_per_s):
-            timing.decode_tps.append(speed)
         stats = session.stats
         timing.cells_used, timing.kv_bytes = stats.cells_used, stats.kv_bytes_used
+        if decode:
+            timing.decode_tps += _speed(session)
+            session.compact()
+            timing.decode_compacted_tps += _speed(session)
+        timing.rss_peak_bytes = max(timing.rss_peak_bytes, resident.peak())
 
 
-def _cache_reuse(session: Session) -> int:
-    with session.lock:
-        session._transcript.mask(session._rows("span"), Hiding("close", suffix_moves=True))
-    return 0
-
-
-EDITS: Final[dict[str, Callable[[Session], int]]] = {
-    "full": lambda _s: 0,
-    "mask": lambda s: s.mask("span").prefilled,
-    "mask_keep_gap": lambda s: s.mask("span", gap="keep").prefilled,
-    "mask_auto": lambda s: s.mask("span", then="auto").prefilled,
-    "mask_recompute": lambda s: s.mask("span", then="recompute").prefilled,
-    "cache_reuse": _cache_reuse,
-}
+def _speed(session: Session) -> list[float]:
+    """Tokens a second of a short generation; nothing where it ended at once."""
+    return [speed] if (speed := session.generate(DECODED).timings.tokens_per_s) else []
 
 
 def measure(point: Point, arms: tuple[str, ...], repeat: int, *, decode: bool) -> Iterator[dict[str, Timing]]:
@@ -169,5 +165,5 @@ def measure(point: Point, arms: tuple[str, ...], repeat: int, *, decode: bool) -
 
 def settings_for(lengths: Lengths, base: Settings) -> Settings:
     """Cells for the session, and for what it reads again."""
-    cells = lengths.num_tokens + lengths.suffix + 2 * QUESTION + DECODED + 64
+    cells = lengths.num_tokens + lengths.suffix + 2 * QUESTION + 2 * DECODED + 64
     return replace(base, n_ctx=max(cells, base.n_ctx), n_sessions=1)

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from edgekv.compare.case import Choice
-from edgekv.compare.statistics import wilson
+from edgekv.compare.statistics import draws, interval, wilson
 from edgekv.session import Session
+
+_TELLS: Final = 0.05  # nats by which the visible span must make the right option likelier
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One choice made: whether it was right, the right option's negative log-likelihood in nats, and chance."""
+    """One choice made: whether it was right, the right option's negative log-likelihood in nats, chance, the part."""
 
     hit: bool
     nll: float
     chance: float
+    part: str = ""
 
 
 def ask(session: Session, choice: Choice, *, special: bool = False) -> Answer:
@@ -32,43 +36,56 @@ def ask(session: Session, choice: Choice, *, special: bool = False) -> Answer:
     with session.fork() as fork:
         fork.append(fork.model.tokenize(choice.ask, special=special))
         scores = [float(fork.score(option).sum()) for option in choice.options]
-    return Answer(int(np.argmax(scores)) == choice.right, -scores[choice.right], 1 / len(choice.options))
+    return Answer(int(np.argmax(scores)) == choice.right, -scores[choice.right], 1 / len(scores), choice.part)
 
 
 @dataclass
 class Answers:
-    """All answers of one arm to one kind of question; ``used`` tells of each whether the text leaned on it."""
+    """All answers of one arm to one kind of question, case by case."""
 
-    each: list[Answer] = field(default_factory=list)
-    used: list[bool] = field(default_factory=list)
-
-    def add(self, answer: Answer, *, used: bool) -> None:
-        self.each.append(answer)
-        self.used.append(used)
+    cases: list[list[Answer]] = field(default_factory=list)
 
     def extend(self, more: Answers) -> None:
-        self.each += more.each
-        self.used += more.used
+        self.cases += more.cases
 
     def as_dict(self) -> dict[str, Any]:
-        """{"accuracy", "ci", "chance", "n"}, and the same for cases whose later text leaned on the secret or not."""
-        found = _summary(self.each)
-        for name, wanted in (("used", True), ("unused", False)):
-            part = [a for a, used in zip(self.each, self.used, strict=True) if used is wanted]
-            if part and len(part) < len(self.each):
-                found[name] = _summary(part)
+        """{"accuracy", "ci", "chance", "n"}, and the same of each part where there are several."""
+        found = _summary(self.cases)
+        parts = sorted({a.part for case in self.cases for a in case})
+        for part in parts if len(parts) > 1 else ():
+            found[part or "other"] = _summary([[a for a in case if a.part == part] for case in self.cases])
         return found
 
 
-def _summary(answers: Sequence[Answer]) -> dict[str, Any]:
-    hits, n = sum(a.hit for a in answers), len(answers)
-    chance = float(np.mean([a.chance for a in answers])) if n else None
-    return {"accuracy": hits / n if n else None, "ci": wilson(hits, n), "chance": chance, "n": n}
+def _summary(cases: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    """Answers about one text are not independent: the interval is that of as many answers as there are cases."""
+    asked = [case for case in cases if case]
+    answers = [answer for case in asked for answer in case]
+    if not answers:
+        return {"accuracy": None, "ci": None, "chance": None, "n": 0}
+    accuracy = sum(a.hit for a in answers) / len(answers)
+    chance = sum(a.chance for a in answers) / len(answers)
+    ci = wilson(accuracy * len(asked), len(asked))
+    return {"accuracy": accuracy, "ci": ci, "chance": chance, "n": len(answers)}
 
 
-def channel_index(restart: Answers, arm: Answers, full: Answers) -> float | None:
-    """Over all cases; None where the visible span makes the right option no likelier than a restart does."""
-    nll = [float(np.mean([a.nll for a in answers.each])) for answers in (restart, arm, full) if answers.each]
-    if len(nll) < 3 or nll[0] - nll[2] < 0.05:
-        return None
-    return (nll[0] - nll[1]) / (nll[0] - nll[2])
+def channel_index(restart: Answers, arm: Answers, full: Answers) -> dict[str, Any]:
+    """{"channel_index", "channel_index_ci"} over the cases all three were asked in, an interval as in statistics.py.
+
+    None where the visible span makes the right option no likelier than a restart does: there is nothing to divide by.
+    """
+    nll = np.array([_nll(answers) for answers in (restart, arm, full)])
+    index = _index(nll.mean(axis=1))
+    drawn = _index(nll[:, draws(nll.shape[1])].mean(axis=2))
+    ci = None if np.isnan(drawn).any() else interval(drawn, nll.shape[1])
+    return {"channel_index": None if np.isnan(index) else float(index), "channel_index_ci": ci}
+
+
+def _nll(answers: Answers) -> list[float]:
+    return [float(np.mean([a.nll for a in case])) for case in answers.cases if case]
+
+
+def _index(nll: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    restart, arm, full = nll
+    told = np.where(restart - full < _TELLS, np.nan, restart - full)
+    return np.asarray((restart - arm) / told)

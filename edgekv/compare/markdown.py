@@ -68,7 +68,18 @@ def _longest(data: dict[str, Any]) -> str:
 
 
 def cost_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
-    yield ("", "edit, ms", "first token, s", "n", "read again", "decode, tokens/s", "cells", "KV, MB")
+    yield (
+        "",
+        "edit, ms",
+        "first token, s",
+        "n",
+        "read again",
+        "decode, tokens/s",
+        "compacted",
+        "cells",
+        "KV, MB",
+        "peak RSS, MB",
+    )
     for name, arm in data["arms"].items():
         if arm["n"]:
             yield (
@@ -77,14 +88,17 @@ def cost_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
                 _spread(arm["ttft_ms"], 1e-3, 2),
                 str(arm["n"]),
                 f"{arm['tokens_redecoded']:,}",
-                _spread(arm["decode_tps"], 1, 1),
+                _spread(arm["decode_tps"], 1, 0),
+                _spread(arm["decode_compacted_tps"], 1, 0),
                 f"{arm['cells_used']:,}",
                 f"{arm['kv_bytes'] / 1e6:.1f}",
+                f"{arm['rss_peak_bytes'] / 1e6:.0f}",
             )
 
 
 def consistency_rows(data: dict[str, Any], reference: str) -> Iterable[Sequence[str]]:
-    yield ("", "KL mean (95 %)", "n", "median", "p99", "same top", "RMS dp", "dNLL", "same greedy tokens", "in words")
+    """Each figure with its 95 % interval."""
+    yield ("", "KL mean", "median", "p99", "same top", "RMS dp", "dNLL", "same greedy tokens", "tokens", "in words")
     floor = data["noise"][reference].get("kld_mean")
     arms = {**data["arms"], "noise": {reference: data["noise"][reference]}}
     for name, arm in arms.items():
@@ -92,38 +106,40 @@ def consistency_rows(data: dict[str, Any], reference: str) -> Iterable[Sequence[
         if vs and name != reference.removeprefix("vs_"):
             yield (
                 TITLES.get(name, "noise floor"),
-                f"{vs['kld_mean']:.4f}{_interval(vs['kld_ci'], 4)}",
+                _figure(vs, "kld_mean", "kld_ci", ".4f"),
+                _figure(vs, "kld_median", "kld_median_ci", ".4f"),
+                _figure(vs, "kld_p99", "kld_p99_ci", ".3f"),
+                _figure(vs, "same_top", "same_top_ci", ".0%"),
+                _figure(vs, "rms_dp", "rms_dp_ci", ".3f"),
+                _figure(vs, "dnll", "dnll_ci", "+.3f"),
+                _figure(vs, "greedy_match_tokens", "greedy_match_ci", ".0f"),
                 f"{vs['n']:,}",
-                f"{vs['kld_median']:.4f}",
-                f"{vs['kld_p99']:.3f}",
-                f"{vs['same_top']:.1%}{_percents(vs['same_top_ci'])}",
-                f"{vs['rms_dp']:.3f}",
-                _signed(vs["dnll"]),
-                "-" if vs["greedy_match_tokens"] is None else f"{vs['greedy_match_tokens']:.0f}",
                 "-" if name == "noise" or floor is None else words(vs["kld_mean"], floor),
             )
 
 
 def leak_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
-    yield ("", "found", "95 %", "chance", "n", "leaned on", "not leaned on", "channel index", "visible facts")
+    yield ("", "found", "chance", "n", "leaned on", "not leaned on", "channel index", "visible facts found")
     for name, arm in data["arms"].items():
         if arm["leak"].get("n"):
-            yield (TITLES[name], *_leak(arm["leak"]), _share(arm["facts"]))
+            yield (TITLES[name], *_leak(arm["leak"]), _facts(arm["facts"]))
     if data["controls"].get("n"):
         yield ("control: never told", *_leak(data["controls"]), "-")
 
 
+def _facts(facts: dict[str, Any]) -> str:
+    parts = [f"{part} {facts[part]['accuracy']:.0%}" for part in ("before", "behind") if part in facts]
+    return _share(facts) + (f" ({', '.join(parts)})" if parts else "")
+
+
 def _leak(leak: dict[str, Any]) -> tuple[str, ...]:
-    low, high = leak["ci"]
-    index = leak.get("channel_index")
     return (
-        f"{leak['accuracy']:.0%}",
-        f"{low:.0%}-{high:.0%}",
+        _figure(leak, "accuracy", "ci", ".0%"),
         f"{leak['chance']:.0%}",
         str(leak["n"]),
         _share(leak.get("used")),
         _share(leak.get("unused")),
-        "-" if index is None else f"{index:+.2f}",
+        _figure(leak, "channel_index", "channel_index_ci", "+.2f"),
     )
 
 
@@ -147,17 +163,14 @@ def _spread(found: dict[str, Any] | None, factor: float, digits: int) -> str:
     return f"{found['median'] * factor:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
-def _interval(ci: list[float] | None, digits: int) -> str:
-    return "" if ci is None else f" ({ci[0]:.{digits}f}-{ci[1]:.{digits}f})"
-
-
-def _percents(ci: list[float] | None) -> str:
-    return "" if ci is None else f" ({ci[0]:.0%}-{ci[1]:.0%})"
+def _figure(found: dict[str, Any], name: str, ci: str, form: str) -> str:
+    """A value and its interval: 0.0233 (0.0131-0.0336)."""
+    value, ends = found.get(name), found.get(ci)
+    if value is None:
+        return "-"
+    to = " to " if "+" in form else "-"
+    return f"{value:{form}}" + (f" ({ends[0]:{form}}{to}{ends[1]:{form}})" if ends else "")
 
 
 def _share(found: dict[str, Any] | None) -> str:
     return f"{found['accuracy']:.0%} of {found['n']}" if found and found.get("n") else "-"
-
-
-def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.3f}"

@@ -14,7 +14,7 @@ from typing import Any, Final
 from edgekv.compare import verdict
 from edgekv.compare.arms import SAME_COST
 from edgekv.compare.cost import BEFORE, Lengths, Timing
-from edgekv.compare.leak import channel_index
+from edgekv.compare.leak import Answers, channel_index
 from edgekv.compare.run import Options, Results, Run
 from edgekv.errors import UsageError
 
@@ -141,7 +141,7 @@ def _data(run: Run) -> dict[str, Any]:
             "vs_full": _against(results, "noise_full", "vs_full"),
         },
         "arms": {name: _arm(run, name) for name in run.names},
-        "controls": next((results.controls[n].as_dict() for n in run.names if n in results.controls), {}),
+        "controls": _answers(results.controls, "restart"),
         "curve": [_point(lengths, timings) for lengths, timings in results.timings.items()],
         "interrupted": results.interrupted,
         "notes": [*run.notes, *([f"Stopped by an error, {results.stopped}"] if results.stopped else [])],
@@ -201,18 +201,21 @@ def _arm(run: Run, name: str) -> dict[str, Any]:
     results = run.results
     timing = _longest(results, SAME_COST.get(name, name))
     cost: dict[str, Any] = timing.as_dict() if timing else dict.fromkeys(Timing().as_dict())
-    leak = results.secrets[name].as_dict() if name in results.secrets else {}
-    if leak and name in results.secrets:
-        leak["channel_index"] = channel_index(*(results.secrets[n] for n in ("restart", name, "full")))
+    leak = _answers(results.secrets, name)
+    if leak:
+        leak.update(channel_index(*(results.secrets[n] for n in ("restart", name, "full"))))
     return {
         "n": len(timing.ttft_ms) if timing else 0,
         **cost,
-        "rss_peak_bytes": results.rss_peak,
         "vs_restart": _against(results, name, "vs_restart"),
         "vs_full": _against(results, name, "vs_full"),
         "leak": leak,
-        "facts": results.facts[name].as_dict() if name in results.facts else {},
+        "facts": _answers(results.facts, name),
     }
+
+
+def _answers(kept: dict[str, Answers], arm: str) -> dict[str, Any]:
+    return kept[arm].as_dict() if arm in kept and kept[arm].cases else {}
 
 
 def _longest(results: Results, arm: str) -> Timing | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -46,7 +45,7 @@ class Options:
     cases: int | None = None
     compared: int = FEW
     repeat: int = 3
-    suffix: tuple[int, ...] = (64, 256, 1024)
+    suffix: tuple[int, ...] = (16, 64, 256, 1024)
     span: tuple[int, ...] = (512,)
     tokens: int = 48
     most: int = 256
@@ -90,7 +89,6 @@ class Results:
     lengths: list[tuple[int, int]] = field(default_factory=list)  # tokens of a case: masked, behind the mask
     interrupted: bool = False
     stopped: str = ""  # by which error
-    rss_peak: int = 0  # of the process; the arms share one cache
 
     def add(self, case: Results) -> None:
         """All of a case that was finished, so that every arm has the same cases."""
@@ -112,11 +110,12 @@ class Run:
             raise UsageError(f"there is nothing to compare: {model.capabilities.mask.reason}")
         self.model, self.options, self.watch = model, options, watch
         self.names = self._possible(options.arm_names)
-        self.notes = self._notes(options.arm_names)
         self.results = Results()
         self.style: Style = chatml_style() if has_chatml(model) else plain_style()
         self._cases = list(islice(find(options.workload)(self.style, options.seed), options.num_cases))
+        self._texts = [Texts.of(case, model, options.seed + number) for number, case in enumerate(self._cases)]
         self._check_cases()
+        self.notes = [*self._notes(options.arm_names), *self._too_long()]
         self._done, self._total = 0, self._work()
 
     def _possible(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -132,10 +131,16 @@ class Run:
             return [f"{why}: every mask keeps its gap, and there is no {', '.join(left)}"]
         return []
 
+    def _too_long(self) -> list[str]:
+        """What a reader must know where texts are longer than the model can follow: so is no arm there."""
+        longest, trained = max(texts.num_tokens for texts in self._texts), self.model.n_ctx_train
+        if not trained or longest <= trained:
+            return []
+        return [f"A case reads {longest:,} tokens, more than the {trained:,} this model was trained on"]
+
     def _check_cases(self) -> None:
         """Raise UsageError, with the case, for what no arm could play: better now than after minutes."""
-        for number, case in enumerate(self._cases, 1):
-            texts = Texts.of(case, self.model, 0)
+        for number, texts in enumerate(self._texts, 1):
             if sum(len(p.tokens) for p in texts.before) < NUM_SINKS:
                 raise UsageError(f"case {number}: at least {NUM_SINKS} tokens must stand in front of what is masked")
             if "placebo" in self.names:
@@ -143,8 +148,7 @@ class Run:
 
     def _work(self) -> int:
         points = sum(p.work(self.options.repeat) for p in self.options.points)
-        texts = [Texts.of(case, self.model, 0) for case in self._cases]
-        return points + sum(self._case_work(t, number) for number, t in enumerate(texts))
+        return points + sum(self._case_work(texts, number) for number, texts in enumerate(self._texts))
 
     def _case_work(self, texts: Texts, number: int) -> int:
         compared = number < self.options.compared
@@ -165,7 +169,6 @@ class Run:
             if not self.results.timings and not self.results.cases:
                 raise
             self.results.stopped = f"case {self.results.cases + 1}: {err}" if self.results.timings else str(err)
-        self.results.rss_peak = _rss_peak()
         return self.results
 
     def _step(self, what: str, work: int) -> None:
@@ -191,7 +194,7 @@ class Run:
     # -- cases --------------------------------------------------------------------------------------------------
 
     def _measure_case(self, number: int, case: Case) -> None:
-        texts = Texts.of(case, self.model, self.options.seed + number)
+        texts = self._texts[number]
         settings = replace(
             self.options.settings,
             n_ctx=self._room(case, texts),
@@ -264,13 +267,16 @@ class Run:
     # -- leak ---------------------------------------------------------------------------------------------------
 
     def _ask(self, stage: Stage, case: Case, found: Results) -> None:
-        kinds = ((case.secrets, found.secrets), (case.facts, found.facts), (case.controls, found.controls))
-        asked = [(choice, kept) for choices, kept in kinds for choice in choices]
-        for name in (n for n in self.names if n != "placebo") if asked else ():
-            with stage.play(name) as session:
-                for choice, kept in asked:
-                    answer = leak.ask(session, choice, special=case.special)
-                    kept.setdefault(name, Answers()).add(answer, used=case.used)
+        """Every arm but the placebo; nothing tells the controls' answers in any of them, so one arm is enough."""
+        for name in (n for n in self.names if n != "placebo"):
+            kinds = [(case.secrets, found.secrets), (case.facts, found.facts)]
+            if name == "restart":
+                kinds.append((case.controls, found.controls))
+            if any(choices for choices, _ in kinds):
+                with stage.play(name) as session:
+                    for choices, kept in kinds:
+                        answers = [leak.ask(session, choice, special=case.special) for choice in choices]
+                        kept[name] = Answers([answers] if answers else [])
 
 
 def _longest_ask(model: Model, case: Case) -> int:
@@ -279,11 +285,3 @@ def _longest_ask(model: Model, case: Case) -> int:
     return max(
         (len(model.tokenize(c.ask)) + max(len(model.tokenize(o)) for o in c.options) for c in choices), default=0
     )
-
-
-def _rss_peak() -> int:
-    """The most resident memory this process ever had, in bytes."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 Q8_0: Final = 0.0014
 Q4_K_M: Final = 0.031
@@ -34,30 +34,56 @@ def words(kld: float, floor: float) -> str:
     return f"{extra / Q4_K_M:.0f} times q4_K_M weights"
 
 
-def break_even(curve: list[dict[str, Any]]) -> dict[str, Any]:
-    """From how many tokens behind the span on a mask answers sooner than a restart: {"tokens", "said"}.
+class Gain(NamedTuple):
+    """Milliseconds that a mask saves behind ``suffix`` tokens."""
 
-    Between the two measured lengths where the sign of the gain changes, on a straight line; at the span of
-    which most lengths were measured. Outside of what was measured no number is given.
+    suffix: int
+    least: float
+    mid: float
+    most: float
+
+
+def break_even(curve: list[dict[str, Any]]) -> dict[str, Any]:
+    """From how many tokens behind the span on a mask answers sooner than a restart: {"tokens", "range", "said"}.
+
+    Between the two measured lengths where the sign of the gain changes, on a straight line; at the span of which most
+    lengths were measured. ``range``: the same for the gain of a slow mask (third quartile) over a quick restart (first
+    quartile), and the other way round. Outside of what was measured no number is given.
     """
     spans = {p["span"] for p in curve}
-    rows = max(([r for r in map(_gain, curve) if r and r[2] == span] for span in spans), key=len, default=[])
+    rows = max(([g for p in curve if p["span"] == span and (g := _gain(p))] for span in spans), key=len, default=[])
     if len(rows) < 2:
-        return {"tokens": None, "said": "not measured"}
+        return {"tokens": None, "range": None, "said": "not measured"}
     rows.sort()
-    if rows[0][1] > 0:
-        return {"tokens": None, "said": f"below {rows[0][0]:,} tokens"}
-    for (s0, g0, _), (s1, g1, _) in pairwise(rows):
+    low, tokens, high = (_crossing([(g.suffix, getattr(g, which)) for g in rows]) for which in ("most", "mid", "least"))
+    if not rows[0].suffix < tokens <= rows[-1].suffix:
+        side = f"below {rows[0].suffix:,}" if tokens <= rows[0].suffix else f"above {rows[-1].suffix:,}"
+        return {"tokens": None, "range": None, "said": f"{side} tokens"}
+    ends = [low if low > rows[0].suffix else None, high if high <= rows[-1].suffix else None]
+    return {"tokens": tokens, "range": ends, "said": f"at about {tokens:,.0f} tokens ({_between(ends, rows)})"}
+
+
+def _between(ends: list[float | None], rows: list[Gain]) -> str:
+    low = f"below {rows[0].suffix:,}" if ends[0] is None else f"{ends[0]:,.0f}"
+    return f"{low} to {f'above {rows[-1].suffix:,}' if ends[1] is None else f'{ends[1]:,.0f}'}"
+
+
+def _crossing(points: list[tuple[int, float]]) -> float:
+    """Where a gain becomes more than 0, on straight lines; the first length if it is so there, infinity if nowhere."""
+    if points[0][1] > 0:
+        return points[0][0]
+    for (s0, g0), (s1, g1) in pairwise(points):
         if g0 <= 0 < g1:
-            tokens = s0 + (s1 - s0) * -g0 / (g1 - g0)
-            return {"tokens": tokens, "said": f"at about {tokens:,.0f} tokens"}
-    return {"tokens": None, "said": f"above {rows[-1][0]:,} tokens"}
+            return s0 + (s1 - s0) * -g0 / (g1 - g0)
+    return math.inf
 
 
-def _gain(point: dict[str, Any]) -> tuple[int, float, int] | None:
-    """(suffix, milliseconds that a mask saves, span)."""
-    mask, restart = (point["arms"].get(n, {}).get("ttft_ms", {}).get("median") for n in (_masked(point), "restart"))
-    return None if mask is None or restart is None else (point["suffix"], restart - mask, point["span"])
+def _gain(point: dict[str, Any]) -> Gain | None:
+    mask, restart = (point["arms"].get(n, {}).get("ttft_ms") for n in (_masked(point), "restart"))
+    if not mask or not restart or mask["median"] is None or restart["median"] is None:
+        return None
+    (m_low, m_high), (r_low, r_high) = mask["iqr"], restart["iqr"]
+    return Gain(point["suffix"], r_low - m_high, restart["median"] - mask["median"], r_high - m_low)
 
 
 def _masked(point: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edgekv import Model, Receipt, Session, Settings, compare, errors
-from edgekv.compare import arms, cost
+from edgekv.compare import arms, cost, resident
 from edgekv.compare.arms import Stage, Texts, placebo_span
 from edgekv.compare.case import plain_style
 from edgekv.compare.cost import Lengths
@@ -70,6 +70,7 @@ def test_every_arm_costs_what_it_reads(llama: Model) -> None:
         assert arm["ttft_ms"]["n"] == 1
         assert arm["kv_bytes"] == arm["cells_used"] * llama.kv_bytes_per_token("f32")
         assert arm["rss_peak_bytes"] > 1e6
+        assert arm["decode_tps"]["n"] == arm["decode_compacted_tps"]["n"] == 1
 
 
 def test_timing_leaves_the_session_where_it_was(model: Model) -> None:
@@ -194,6 +195,35 @@ def test_the_placebo_is_measured_by_its_own_restart(llama: Model) -> None:
     placebo, full = (data["arms"][n]["vs_restart"]["kld_mean"] for n in ("placebo", "full"))
     assert placebo < full
     assert data["arms"]["placebo"]["leak"] == {}
+
+
+def test_facts_before_and_behind_are_asked_everywhere_and_the_control_once(llama: Model) -> None:
+    data = compare.run(llama, replace(QUICK, cases=3, compared=1)).data
+    for name in set(data["arms"]) - {"placebo"}:
+        assert [data["arms"][name]["facts"][part]["n"] for part in ("before", "behind")] == [3, 3]
+        assert data["arms"][name]["leak"]["n"] == 3
+    assert data["controls"]["n"] == 3
+
+
+@pytest.mark.parametrize(("trained", "said"), [(64, ["more than the 64 this model was trained on"]), (4096, [])])
+def test_texts_longer_than_it_was_trained_on_are_told(tiny_path: TinyPath, trained: int, said: list[str]) -> None:
+    with Model(tiny_path("llama", n_ctx_train=trained)) as model:
+        notes = Run(model, QUICK).notes
+    assert len(notes) == len(said)
+    assert all(what in note for what, note in zip(said, notes, strict=True))
+
+
+def test_peak_memory_is_counted_anew_for_every_arm() -> None:
+    """Where the system lets it, what an earlier arm took does not stand in a later one's figure."""
+    resident.count_anew()
+    before = resident.peak()
+    block = np.ones(1 << 25)  # 256 MiB
+    during = resident.peak()
+    del block
+    resident.count_anew()
+    assert during - before > 200e6
+    if resident._CLEAR.exists():
+        assert during - resident.peak() > 200e6
 
 
 def test_both_floors_are_noise(llama: Model) -> None:

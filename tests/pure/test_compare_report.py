@@ -20,7 +20,7 @@ from edgekv.compare.html import body, render
 from edgekv.compare.leak import Answer, Answers, channel_index
 from edgekv.compare.prose import Writer
 from edgekv.compare.report import Report, check_condition
-from edgekv.compare.statistics import mean_ci, spread, wilson
+from edgekv.compare.statistics import draws, mean_ci, quantile_ci, spread, wilson
 from edgekv.compare.workloads import NAMES, find
 
 DATA = Path(__file__).parents[1] / "data"
@@ -63,6 +63,21 @@ def test_the_bootstrap_covers_the_mean() -> None:
     assert 0.86 < held / 200 < 0.99
 
 
+@pytest.mark.parametrize("q", [0.0, 0.3, 0.5, 0.99, 1.0])
+def test_quantiles_against_numpy(q: float) -> None:
+    groups = [np.random.default_rng(n).normal(n, 1, 7 + n) for n in range(5)]
+    value, ci = quantile_ci(groups, q)
+    samples = [np.quantile(np.concatenate([groups[i] for i in drawn]), q) for drawn in draws(5)]
+    assert value == pytest.approx(np.quantile(np.concatenate(groups), q))
+    assert ci == pytest.approx(np.percentile(samples, [2.5, 97.5]))
+
+
+def test_quantiles_of_little() -> None:
+    assert quantile_ci([[3.0]], 0.5) == (3.0, None)
+    assert math.isnan(quantile_ci([], 0.5)[0])
+    assert quantile_ci([[math.inf], [math.inf]], 0.5) == (math.inf, [math.inf, math.inf])
+
+
 def test_cases_are_drawn_whole() -> None:
     """Many tokens of two cases are no more than two cases."""
     _, ci = mean_ci([np.zeros(1000), np.ones(1000)])
@@ -97,6 +112,7 @@ def test_figures_of_tokens_against_plain_loops() -> None:
     assert found["rms_dp"] == pytest.approx(math.sqrt(sum(d * d for d in dps) / 120), rel=1e-5)
     assert found["dnll"] == pytest.approx(sum(dnll) / 120, rel=1e-4)
     assert sum(part["n"] for part in found["kld_by_distance"]) == 120
+    assert {found[name] for name in ("kld_ci", "kld_median_ci", "kld_p99_ci", "same_top_ci")} == {None}  # one case
 
 
 def test_equal_rows_differ_by_nothing() -> None:
@@ -122,16 +138,53 @@ def test_cases_stay_together() -> None:
     found = against.as_dict()
     assert (found["cases"], found["n"]) == (2, 10)
     assert (found["greedy_match_tokens"], found["dnll"]) == (5, 0)
+    assert found["kld_p99_ci"] == [0, 0]
+    assert found["greedy_match_ci"] is None  # of one case only
+
+
+def answers(*cases: list[float]) -> Answers:
+    """One case a list, with these negative log-likelihoods; below 5 is a hit."""
+    return Answers([[Answer(hit=nll < 5, nll=nll, chance=0.1) for nll in case] for case in cases])
+
+
+def index(restart: list[float], arm: list[float], full: list[float]) -> dict[str, Any]:
+    return channel_index(*(answers(*([nll] for nll in each)) for each in (restart, arm, full)))
 
 
 def test_the_channel_index_runs_from_nothing_to_all() -> None:
-    def answers(nll: float) -> Answers:
-        return Answers([Answer(hit=False, nll=nll, chance=0.1)] * 5, [False] * 5)
+    found = [index([8.0] * 5, [arm] * 5, [2.0] * 5) for arm in (8.0, 2.0, 5.0)]
+    assert [f["channel_index"] for f in found] == [0, 1, 0.5]
+    assert found[2]["channel_index_ci"] == [0.5, 0.5]
+    assert index([8.0] * 5, [5.0] * 5, [8.0] * 5) == {"channel_index": None, "channel_index_ci": None}
+    assert index([8.0], [5.0], [2.0]) == {"channel_index": 0.5, "channel_index_ci": None}  # one case knows no spread
 
-    assert channel_index(answers(8), answers(8), answers(2)) == 0
-    assert channel_index(answers(8), answers(2), answers(2)) == 1
-    assert channel_index(answers(8), answers(5), answers(2)) == 0.5
-    assert channel_index(answers(8), answers(5), answers(8)) is None
+
+def test_the_channel_index_s_interval_pairs_the_cases() -> None:
+    """Cases differ much, and the arms with them: what counts is how they differ within a case."""
+    base = np.linspace(4, 40, 30)
+    ci = index(list(base), list(base - 2), list(base - 4))["channel_index_ci"]
+    assert ci == pytest.approx([0.5, 0.5])
+    wide = index(list(base), list(base - np.resize([0.0, 4.0], 30)), list(base - 4))["channel_index_ci"]
+    assert wide[0] < 0.4 < 0.6 < wide[1]
+
+
+def test_questions_about_one_text_are_not_many_texts() -> None:
+    """Twenty questions of one case tell of one case; one of twenty each, of twenty."""
+    assert answers(*[[1.0]] * 20).as_dict() == {"accuracy": 1, "ci": wilson(20, 20), "chance": 0.1, "n": 20} | {
+        "chance": pytest.approx(0.1)
+    }
+    many = answers([1.0] * 10 + [9.0] * 10).as_dict()
+    assert (many["n"], many["accuracy"], many["ci"]) == (20, 0.5, wilson(0.5, 1))
+
+
+def test_parts_are_counted_by_themselves() -> None:
+    def case(number: int) -> list[Answer]:
+        return [Answer(hit=True, nll=1, chance=0.1, part="before"), Answer(number % 2 == 0, 1, 0.1, "behind")]
+
+    found = Answers([case(number) for number in range(10)]).as_dict()
+    assert (found["n"], found["accuracy"], found["ci"]) == (20, 0.75, wilson(7.5, 10))
+    assert (found["before"]["accuracy"], found["behind"]["accuracy"]) == (1, 0.5)
+    assert (found["behind"]["n"], found["behind"]["ci"]) == (10, wilson(5, 10))
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
@@ -264,9 +317,10 @@ def test_words_for_a_divergence(kld: float, floor: float, said: str) -> None:
     assert said in verdict.words(kld, floor)
 
 
-def curve(mask: list[float], restart: list[float]) -> list[dict[str, Any]]:
+def curve(mask: list[float], restart: list[float], spread: float = 0) -> list[dict[str, Any]]:
     def timed(ms: float) -> dict[str, Any]:
-        return {"ttft_ms": {"median": ms, "iqr": [ms, ms], "n": 3}, "edit_ms": {"median": 1, "iqr": [1, 1], "n": 3}}
+        iqr = [ms - spread, ms + spread]
+        return {"ttft_ms": {"median": ms, "iqr": iqr, "n": 3}, "edit_ms": {"median": 1, "iqr": [1, 1], "n": 3}}
 
     points = zip((64, 256, 1024), mask, restart, strict=True)
     return [{"span": 256, "suffix": s, "arms": {"mask": timed(m), "restart": timed(r)}} for s, m, r in points]
@@ -274,13 +328,29 @@ def curve(mask: list[float], restart: list[float]) -> list[dict[str, Any]]:
 
 def test_where_a_mask_begins_to_pay() -> None:
     """Between two measured lengths, and no number outside of what was measured."""
-    assert verdict.break_even(curve([100] * 3, [64, 136, 1024]))["tokens"] == pytest.approx(160)
-    assert verdict.break_even(curve([100] * 3, [64, 136, 1024]))["said"] == "at about 160 tokens"
-    assert verdict.break_even(curve([10] * 3, [64, 256, 1024])) == {"tokens": None, "said": "below 64 tokens"}
-    assert verdict.break_even(curve([100] * 3, [50, 50, 50])) == {"tokens": None, "said": "above 1,024 tokens"}
-    assert verdict.break_even([]) == {"tokens": None, "said": "not measured"}
+    found = verdict.break_even(curve([100] * 3, [64, 136, 1024]))
+    assert (found["tokens"], found["range"]) == (pytest.approx(160), [pytest.approx(160)] * 2)
+    assert found["said"] == "at about 160 tokens (160 to 160)"
+
+    def said(*args: Any) -> str:
+        return str(verdict.break_even(curve(*args))["said"])
+
+    assert said([10] * 3, [64, 256, 1024]) == "below 64 tokens"
+    assert said([100] * 3, [50, 50, 50]) == "above 1,024 tokens"
+    assert verdict.break_even([]) == {"tokens": None, "range": None, "said": "not measured"}
     partly = [*curve([10] * 3, [64, 256, 1024]), {"span": 1024, "suffix": 64, "arms": {}}]
     assert verdict.break_even(partly)["said"] == "below 64 tokens"
+
+
+def test_where_it_begins_is_no_sharper_than_the_timings() -> None:
+    found = verdict.break_even(curve([100] * 3, [64, 136, 1024], 9))
+    low, high = found["range"]
+    assert low == pytest.approx(112)
+    assert found["tokens"] == pytest.approx(160)
+    assert high == pytest.approx(208)
+    assert found["said"].endswith("(112 to 208)")
+    assert verdict.break_even(curve([100] * 3, [90, 136, 1024], 6))["said"].endswith("(below 64 to 156)")
+    assert verdict.break_even(curve([100] * 3, [64, 80, 110], 6))["said"].endswith("to above 1,024)")
 
 
 def report(**changes: Any) -> dict[str, Any]:

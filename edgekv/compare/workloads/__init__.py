@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
-from edgekv.compare.case import Case, Style
 from edgekv.compare.workloads import canary, chat, file, summary, think, tools
+from edgekv.compare.workloads.making import Workload
 from edgekv.errors import UsageError
-
-#: (how turns are written, seed) -> cases without end
-Workload: TypeAlias = Callable[[Style, int], Iterator[Case]]
 
 NAMES: Final[dict[str, Workload]] = {
     "canary": canary.cases,
@@ -32,6 +28,5 @@ def find(name: str) -> Workload:
         return NAMES[name]
     path = Path(name)
     if path.suffix in (".jsonl", ".txt") or path.exists():
-        made: Workload = file.workload(path)
-        return made
+        return file.workload(path)
     raise UsageError(f"no workload {name!r}; there are {', '.join(NAMES)}, or a .jsonl or .txt file of your own")

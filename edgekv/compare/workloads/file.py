@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgekv.compare.case import Case, Choice, Segment, Style
+from edgekv.compare.workloads.making import Workload
 from edgekv.errors import UsageError
 
 OPEN: Final = "<<<mask"
@@ -20,7 +21,7 @@ CLOSE: Final = "mask>>>"
 _KEYS: Final = {"segments", "question", "continuation", "secrets", "facts", "controls", "special"}
 
 
-def workload(path: Path) -> Any:
+def workload(path: Path) -> Workload:
     """A workload of a file's cases, each once. Raises UsageError, with the line, for what is no case."""
     try:
         text = path.read_text("utf-8")
