@@ -1,8 +1,9 @@
 """Leak: whether the masked text can still be told from what comes after it.
 
-A forced choice among ten: each option's log-probability behind the question is summed over its tokens, the likeliest
-is the answer. The Wilson interval stands beside the accuracy; chance is one in ten. The channel index says the same
-without a threshold: (NLL_restart - NLL_arm) / (NLL_restart - NLL_full) of the right option, 0 for nothing, 1 for all.
+A forced choice among ten: each option's log-probability behind the question, and behind what all options begin with,
+is summed over its tokens; the likeliest is the answer. The Wilson interval stands beside the accuracy; chance is one in
+ten. The channel index says the same without a threshold: (NLL_restart - NLL_arm) / (NLL_restart - NLL_full) of the
+right option, 0 for nothing, 1 for all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from edgekv.compare.case import Choice
 from edgekv.compare.statistics import draws, interval, wilson
+from edgekv.model import TokenArray
 from edgekv.session import Session
 
 _TELLS: Final = 0.05  # nats by which the visible span must make the right option likelier
@@ -32,11 +34,22 @@ class Answer:
 
 
 def ask(session: Session, choice: Choice, *, special: bool = False) -> Answer:
-    """Read the question in a fork and choose; the session stays as it is."""
+    """Read the question in a fork and choose; the session stays as it is.
+
+    What all options begin with is read with the question: it tells nothing, and is not read ten times.
+    """
     with session.fork() as fork:
-        fork.append(fork.model.tokenize(choice.ask, special=special))
-        scores = [float(fork.score(option).sum()) for option in choice.options]
+        options = [fork.model.tokenize(option) for option in choice.options]
+        shared = _num_shared(options)
+        fork.append(np.concatenate([fork.model.tokenize(choice.ask, special=special), options[0][:shared]]))
+        scores = [float(fork.score(option[shared:]).sum()) for option in options]
     return Answer(int(np.argmax(scores)) == choice.right, -scores[choice.right], 1 / len(scores), choice.part)
+
+
+def _num_shared(options: Sequence[TokenArray]) -> int:
+    """Tokens at the start that are the same in all, so that one is left of each."""
+    most = min(map(len, options)) - 1
+    return next((n for n in range(most) if len({int(option[n]) for option in options}) > 1), most)
 
 
 @dataclass

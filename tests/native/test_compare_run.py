@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from edgekv import Model, Receipt, Session, Settings, compare, errors
-from edgekv.compare import arms, cost, resident
+from edgekv.compare import arms, cost, leak, resident
 from edgekv.compare.arms import Stage, Texts, placebo_span
-from edgekv.compare.case import plain_style
+from edgekv.compare.case import Choice, plain_style
 from edgekv.compare.cost import Lengths
 from edgekv.compare.run import Options, Run
 from edgekv.compare.workloads import find
@@ -99,6 +99,28 @@ def test_the_control_sits_at_chance(llama: Model) -> None:
     assert low <= 0.1 <= high
     assert data["controls"]["n"] == 60
     assert "Too small to tell" in data["verdict"]
+
+
+def test_what_all_options_begin_with_is_read_once_and_decides_nothing(llama: Model) -> None:
+    """The same answer as from each option's whole log-probability."""
+    options = tuple(f" the {code}" for code in ("1201", "1202", "13", "9"))
+    with Session(llama, settings=EXACT) as session:
+        session.append("Notes of the week, as they were told.")
+        answer = leak.ask(session, Choice("The code is", options, 2))
+        session.append("The code is")
+        whole = [float(session.score(option).sum()) for option in options]
+        shared = float(session.score(" the ").sum())
+    assert answer.hit is (int(np.argmax(whole)) == 2)
+    assert answer.nll == pytest.approx(shared - whole[2], abs=1e-3)
+    assert answer.chance == 0.25
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [(["abc", "abd"], 2), (["ab", "abd"], 1), (["a", "b"], 0), (["x", "xy", "xyz"], 0), (["aab", "aac", "ad"], 1)],
+)
+def test_something_is_left_of_every_option(options: list[str], shared: int) -> None:
+    assert leak._num_shared([np.frombuffer(o.encode(), np.uint8).astype(np.int32) for o in options]) == shared
 
 
 # -- planted mistakes -------------------------------------------------------------------------------------------------
