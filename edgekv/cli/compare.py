@@ -24,7 +24,7 @@ _HELP = """Measure mask-and-continue against restart, on your model, text and CP
 
     The same tokens go through several arms: masked, masked with the gap kept, cut out, read again. Three things come
     side by side: what each costs, how near its next tokens are to a restart's, and what still leaks of the masked text.
-    stdout is the report; the noise floor stands beside every figure.
+    stdout is an overview; --html, --json and --csv hold every figure with its interval, beside the noise floor.
 
     Workloads: canary (a code that is asked for afterwards), chat, tools, think, summary, or a file: .jsonl with
     {"segments": [{"text", "mask": true}, ...], "question"} a line, or .txt with the masked part between lines
@@ -133,16 +133,17 @@ def _show(report: Report) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from edgekv.compare.markdown import blocks, header
+    from edgekv.compare.tables import header, overview
 
     out = console()
     out.print(header(report.data), style="dim", markup=False)
-    for title, rows in blocks(report.data):
-        if len(rows) > 1:
-            table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
-            for n, name in enumerate(rows[0]):
-                table.add_column(name, justify="right" if n else "left")
-            for row in rows[1:]:
-                table.add_row(*row)
-            out.print(table)
+    for title, rows in overview(report.data):
+        table = Table(
+            box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold"
+        )
+        for n, name in enumerate(rows[0]):
+            table.add_column(name, justify="right" if n else "left", no_wrap=True)
+        for row in rows[1:]:
+            table.add_row(*row)
+        out.print(table)
     out.print(report.verdict, markup=False, style="bold")

@@ -63,11 +63,22 @@ class Against:
 
     cases: list[OfCase] = field(default_factory=list)
 
-    def add(self, reference: tuple[Rows, Rows], rows: tuple[Rows, Rows], texts: tuple[TokenArray, TokenArray]) -> None:
-        """A case: logits over the true text and over the greedy one, either of which may be empty."""
+    def add(
+        self,
+        reference: tuple[Rows, Rows],
+        rows: tuple[Rows, Rows],
+        texts: tuple[TokenArray, TokenArray],
+        *,
+        author: bool = True,
+    ) -> None:
+        """A case: logits over the true text and over the greedy one, either of which may be empty.
+
+        author: the greedy text is the reference's own, so how far the arm says it, too, tells how long they agree.
+        """
         found = [Tokens.between(r, a, t) if len(t) else None for r, a, t in zip(reference, rows, texts, strict=True)]
+        match = greedy_match(rows[1], texts[1]) if found[1] and author else None
         if any(found):
-            self.cases.append(OfCase(found[0], found[1], greedy_match(rows[1], texts[1]) if found[1] else None))
+            self.cases.append(OfCase(found[0], found[1], match))
 
     def extend(self, more: Against) -> None:
         self.cases += more.cases

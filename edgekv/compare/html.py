@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, Final
 
-from edgekv.compare.markdown import TITLES, blocks, header
+from edgekv.compare.tables import TITLES, blocks, header
 
 _WIDTH, _HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 14, 44
@@ -56,8 +56,7 @@ def render(data: dict[str, Any]) -> str:
 def body(data: dict[str, Any]) -> str:
     """The report as a fragment, for notebooks."""
     charts = [chart for chart in (ttft(data), distance(data), leak(data)) if chart]
-    shown = [(title, rows) for title, rows in blocks(data) if len(rows) > 1]
-    tables = [f"<h2>{escape(title)}</h2><div class='scroll'>{_table(rows)}</div>" for title, rows in shown]
+    tables = [f"<h2>{escape(title)}</h2><div class='scroll'>{_table(rows)}</div>" for title, rows in blocks(data)]
     return (
         f"<div class='edgekv'><style>{_STYLE}</style><h1>Mask and go on, or start again?</h1>"
         f"<p class='verdict'>{escape(data['verdict'])}</p><p class='dim'>{escape(header(data))}</p>"

@@ -241,8 +241,8 @@ class Run:
             if name == "placebo":  # it hides other text, so its restart is another one
                 with stage.play("placebo_restart") as session:
                     references[0] = self._rows(session, stage.texts.question, true, greedy)
-            for against, reference in zip((found.vs_restart, found.vs_full), references, strict=True):
-                against.setdefault(name, Against()).add(reference, rows, (true, greedy))
+            found.vs_restart.setdefault(name, Against()).add(references[0], rows, (true, greedy))
+            found.vs_full.setdefault(name, Against()).add(references[1], rows, (true, greedy), author=False)
         found.compared = int(bool(len(true) or len(greedy)))
 
     def _references(self, stage: Stage, true: TokenArray) -> tuple[TokenArray, list[tuple[Rows, Rows]]]:

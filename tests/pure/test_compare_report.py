@@ -442,6 +442,29 @@ def test_markdown_and_csv_hold_every_arm() -> None:
     assert json.loads(found.json()) == found.data
 
 
+def test_the_overview_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is cut off at 80 columns, also where the numbers are long."""
+    from edgekv.cli.compare import _show
+
+    monkeypatch.setenv("COLUMNS", "80")
+    data = report()
+    data["arms"]["mask_keep_gap"]["vs_restart"].update(kld_mean=1.23456, kld_ci=[1.0, 2.0], kld_p99=12.345)
+    data["arms"]["mask_keep_gap"]["ttft_ms"] = {"median": 100e3, "iqr": [99e3, 101e3], "n": 10}
+    _show(Report(data))
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+    for name in data["arms"]:
+        assert f"\n {name} " in out
+
+
+def test_the_greedy_text_is_told_against_its_author_only() -> None:
+    """vs_full holds no number of tokens: the greedy text is the restart's."""
+    arm = report()["arms"]["mask"]
+    assert arm["vs_restart"]["greedy_match_tokens"] is not None
+    assert arm["vs_full"]["greedy_match_tokens"] is None
+
+
 def test_a_run_that_was_cut_short_still_has_a_report() -> None:
     data = report(curve=[], interrupted=True, break_even={"tokens": None, "said": "not measured"})
     for arm in data["arms"].values():
