@@ -66,7 +66,7 @@ def overview(data: dict[str, Any]) -> list[Block]:
 
 
 def _brief_cost(data: dict[str, Any]) -> Iterable[Sequence[str]]:
-    yield ("", "edit, ms", "first token, s", "n", "read again", "decode, tokens/s")
+    yield ("", "edit, ms", "first token, s", "n", "read again", "decode, tok/s")
     for name, arm in data["arms"].items():
         if arm["n"]:
             ttft, speed = _spread(arm["ttft_ms"], 1e-3, 2), _spread(arm["decode_tps"], 1, 0)
@@ -80,7 +80,8 @@ def _brief_consistency(data: dict[str, Any]) -> Iterable[Sequence[str]]:
     for name, vs in [*((n, a["vs_restart"]) for n, a in data["arms"].items()), ("noise floor", floor)]:
         if vs and name != "restart":
             said = words(vs["kld_mean"], floor["kld_mean"]).removesuffix(" weights") if vs is not floor else "-"
-            kld, top = _figure(vs, "kld_mean", "kld_ci", ".4f"), _figure(vs, "same_top", "same_top_ci", ".0%")
+            kld = _figure(vs, "kld_mean", "kld_ci", ".4f" if vs["kld_mean"] < 1 else ".2f")
+            top = _figure(vs, "same_top", "same_top_ci", ".0%")
             yield (name, kld, f"{vs['kld_p99']:.3f}", top, said)
 
 

@@ -31,7 +31,7 @@ def words(kld: float, floor: float) -> str:
         return "less than q4_K_M weights"
     if extra <= 3 * Q4_K_M:
         return "more than q4_K_M weights"
-    return f"{extra / Q4_K_M:.0f} times q4_K_M weights"
+    return f"{extra / Q4_K_M:.0f}x q4_K_M weights"
 
 
 class Gain(NamedTuple):

@@ -310,7 +310,7 @@ def test_a_workload_that_is_none() -> None:
         (0.0018, 0.0005, "like q8_0"),
         (0.02, 0.003, "less than q4_K_M"),
         (0.06, 0.003, "more than q4_K_M"),
-        (0.5, 0.003, "16 times q4_K_M"),
+        (0.5, 0.003, "16x q4_K_M"),
     ],
 )
 def test_words_for_a_divergence(kld: float, floor: float, said: str) -> None:
@@ -449,6 +449,8 @@ def test_the_overview_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setenv("COLUMNS", "80")
     data = report()
     data["arms"]["mask_keep_gap"]["vs_restart"].update(kld_mean=1.23456, kld_ci=[1.0, 2.0], kld_p99=12.345)
+    for arm in data["arms"].values():
+        arm["decode_tps"] = {"median": 120.4, "iqr": [110.0, 130.0], "n": 3}  # a tiny model's have a digit more
     data["arms"]["mask_keep_gap"]["ttft_ms"] = {"median": 100e3, "iqr": [99e3, 101e3], "n": 10}
     _show(Report(data))
     out = capsys.readouterr().out
@@ -463,6 +465,22 @@ def test_the_greedy_text_is_told_against_its_author_only() -> None:
     arm = report()["arms"]["mask"]
     assert arm["vs_restart"]["greedy_match_tokens"] is not None
     assert arm["vs_full"]["greedy_match_tokens"] is None
+
+
+def test_the_documented_schema_is_the_report_s() -> None:
+    """Every key of a report stands in docs/compare.md, and what stands there is a key, or one of its short words."""
+    schema = (DATA.parents[1] / "docs" / "compare.md").read_text("utf-8").split("## JSON")[1].split("```")[1]
+    told = set(re.findall(r'"(\w+)"', schema))
+
+    def keys(value: Any, at: str) -> set[str]:
+        if isinstance(value, list):
+            return set().union(*(keys(one, at) for one in value))
+        if not isinstance(value, dict) or at in ("machine", "settings"):
+            return set()
+        own = set() if at == "arms" else set(value)
+        return own.union(*(keys(one, name) for name, one in value.items()))
+
+    assert keys(report(), "") == told
 
 
 def test_a_run_that_was_cut_short_still_has_a_report() -> None:
