@@ -13,6 +13,7 @@ from typing import Any, Final
 from edgekv.compare.tables import TITLES, blocks, header
 
 _WIDTH, _HEIGHT = 560, 300
+_LEAST_KL: Final = 1e-5  # what a logarithmic axis shows of 0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 14, 44
 _COLOURS: Final = {
     "mask": "var(--a)", "mask_keep_gap": "var(--b)", "mask_auto": "var(--c)", "mask_recompute": "var(--c)",
@@ -103,24 +104,31 @@ def ttft(data: dict[str, Any]) -> str:
 
 
 def distance(data: dict[str, Any]) -> str:
-    """Mean KL from the restart by the number of tokens behind the question; the floor is dashed."""
+    """Mean KL from the restart by the number of tokens behind the question, intervals as bars; the floor is dashed."""
     rows = {n: a["vs_restart"]["kld_by_distance"] for n, a in data["arms"].items() if a["vs_restart"]}
     rows = {n: r for n, r in rows.items() if n not in ("full", "restart", "placebo", "restart_cold")}
     floor = data["noise"]["vs_restart"].get("kld_by_distance")
     if not rows or not floor:
         return ""
-    values = [max(p["kld_mean"], 1e-5) for r in (*rows.values(), floor) for p in r]
+    values = [
+        max(v, _LEAST_KL) for r in (*rows.values(), floor) for p in r for v in (p["kld_mean"], *(p["kld_ci"] or ()))
+    ]
     ends = sorted({p["to"] for r in rows.values() for p in r})
     x, low, top = _log(ends), min(values), max(values)
-    y = _scale(math.log10(low * 0.7), math.log10(top * 1.4), _HEIGHT - _BOTTOM, _TOP)
+    scale = _scale(math.log10(low * 0.7), math.log10(top * 1.4), _HEIGHT - _BOTTOM, _TOP)
+
+    def y(value: float) -> float:
+        return scale(math.log10(max(value, _LEAST_KL)))
 
     def path(points: list[dict[str, Any]]) -> list[tuple[float, float]]:
-        return [(x(p["to"]), y(math.log10(max(p["kld_mean"], 1e-5)))) for p in points]
+        return [(x(p["to"]), y(p["kld_mean"])) for p in points]
 
-    parts = _axis_y(_decades(low, top), lambda v: y(math.log10(v)), lambda v: f"{v:g}")
+    parts = _axis_y(_decades(low, top), y, lambda v: f"{v:g}")
     parts += [_x_tick(x(e), f"{e:,}") for e in ends if e == ends[-1] or x(ends[-1]) - x(e) > 34]
     parts.append(_line(path(floor), "var(--dim)", dashed=True))
-    parts += [_line(path(r), _COLOURS[n]) for n, r in rows.items()]
+    for n, r in rows.items():
+        parts.append(_line(path(r), _COLOURS[n]))
+        parts += [_bar(x(p["to"]), *map(y, p["kld_ci"]), _COLOURS[n]) for p in r if p["kld_ci"]]
     return _figure("KL divergence from the restart (dashed: noise)", parts, "tokens behind the question", list(rows))
 
 
