@@ -128,7 +128,7 @@ def distance(data: dict[str, Any]) -> str:
     parts.append(_line(path(floor), "var(--dim)", dashed=True))
     for n, r in rows.items():
         parts.append(_line(path(r), _COLOURS[n]))
-        parts += [_bar(x(p["to"]), *map(y, p["kld_ci"]), _COLOURS[n]) for p in r if p["kld_ci"]]
+        parts += [_bar(x(p["to"]), y(p["kld_ci"][0]), y(p["kld_ci"][1]), _COLOURS[n]) for p in r if p["kld_ci"]]
     return _figure("KL divergence from the restart (dashed: noise)", parts, "tokens behind the question", list(rows))
 
 
