@@ -48,9 +48,11 @@ class Lengths(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 @model_argument
 @click.option("--workload", default="canary", show_default=True, metavar="NAME|FILE", help="What is read and asked.")
 @click.option("--arms", metavar="A,B,...", help="Arms to run; full and restart always do.  [default: all that matter]")
-@click.option("--cases", type=click.IntRange(1), help="Cases.  [default: 100 of canary, else 8]")
-@click.option("--compared", type=click.IntRange(1), default=8, show_default=True, help="Cases compared token by token.")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Of each timing.")
+@click.option("--cases", type=click.IntRange(1), help="Cases.  [default: 100 of canary, else 12]")
+@click.option(
+    "--compared", type=click.IntRange(1), default=12, show_default=True, help="Cases compared token by token."
+)
+@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Of each timing.")
 @click.option(
     "--suffix", type=Lengths(), default="16,64,256,1024", show_default=True, help="Tokens behind, of the curve."
 )
@@ -60,6 +62,9 @@ class Lengths(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 @click.option("--csv", "csv_to", metavar="FILE", help="Write a line an arm.")
 @click.option("--fail-if", metavar="EXPR", help='Exit with 1 where it holds: "mask.vs_restart.kld_mean > 0.1".')
 @click.option("--seed", type=int, default=0, show_default=True, help="Other texts and draws.")
+@click.option(
+    "--ctx", type=click.IntRange(1), default=4096, show_default=True, help="Cells of your sessions, for timing."
+)
 @click.option("--kv-type", type=click.Choice(list(KV_BLOCKS)), default="f16", show_default=True, help="Of the cache.")
 @click.option("--threads", type=click.IntRange(1), help="[default: the physical cores]")
 def compare(
@@ -90,7 +95,7 @@ def _options(given: dict[str, Any]) -> Options:
     from edgekv.compare import Options
     from edgekv.settings import Settings
 
-    settings = Settings(n_ctx=256, kv_type=given.pop("kv_type"), n_threads=given.pop("threads"))
+    settings = Settings(n_ctx=given.pop("ctx"), kv_type=given.pop("kv_type"), n_threads=given.pop("threads"))
     arms = tuple(filter(None, (given.pop("arms") or "").split(",")))
     return Options(settings=settings, arms=arms, **given)
 

@@ -24,6 +24,7 @@ from edgekv.planner import NUM_SINKS
 from edgekv.session import Session
 from edgekv.spans import runs
 
+_BEHIND_PLACEBO: Final = 16  # tokens, at least
 ODD_BATCH: Final = 37  # boundaries nobody would choose, for the noise floor
 
 
@@ -198,16 +199,17 @@ def _placebo_restart(stage: Stage) -> Session:
 
 
 def placebo_span(texts: Texts) -> tuple[int, int]:
-    """A stretch of visible tokens, as long as what is masked if there is one, behind the attention sinks."""
+    """A stretch of visible tokens, as long as what is masked if there is one, behind the attention sinks.
+
+    Some tokens stand behind it: a masked tail is a restart, and would differ by nothing. (0, 0) where none fits.
+    """
     flags = np.concatenate([np.full(len(p.tokens), not p.mask) for p in texts.pieces])
-    flags[:NUM_SINKS] = False
-    wanted = int(np.count_nonzero(~flags[NUM_SINKS:]))
-    best = _longest_run(flags)
-    if best[0] == best[1]:
-        raise UsageError(f"there is no visible text behind the first {NUM_SINKS} tokens to mask as a placebo")
-    length = min(wanted, best[1] - best[0])
-    start = best[0] + int(np.random.default_rng(texts.seed).integers(best[1] - best[0] - length + 1))
-    return (start, start + length)
+    wanted = int(np.count_nonzero(~flags))
+    flags[:NUM_SINKS] = flags[-_BEHIND_PLACEBO:] = False
+    start, stop = _longest_run(flags)
+    length = min(wanted, stop - start)
+    start += int(np.random.default_rng(texts.seed).integers(stop - start - length + 1))
+    return (start, start + length) if length else (0, 0)
 
 
 def _longest_run(flags: npt.NDArray[np.bool_]) -> tuple[int, int]:

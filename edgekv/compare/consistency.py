@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from edgekv.compare.statistics import Interval, mean_ci, quantile_ci
 from edgekv.model import TokenArray
 
 Rows = npt.NDArray[np.float32]
+_KLD: Final = (0.0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,10 @@ class OfCase:
     match: int | None
 
     @property
-    def parts(self) -> list[Tokens]:
-        return [t for t in (self.true, self.greedy) if t is not None]
+    def parts(self) -> list[tuple[int, Tokens]]:
+        """(from which token on it counts, text): both begin with the same distribution, which counts once."""
+        found = [t for t in (self.true, self.greedy) if t is not None]
+        return list(enumerate(found))
 
 
 @dataclass
@@ -88,18 +91,20 @@ class Against:
         number of tokens behind the question, in doublings."""
         if not self.cases:
             return {}
-        kld, true = self._by_case("kld"), [c.true.dnll for c in self.cases if c.true is not None]
-        square, square_ci = mean_ci([dp**2 for dp in self._by_case("dp")])
+        kld = self._by_case("kld")
+        square, square_ci = mean_ci([dp**2 for dp in self._by_case("dp")], (0, 1))
         return {
             "n": sum(map(len, kld)),
             "cases": len(self.cases),
-            **_named("kld_mean", "kld_ci", mean_ci(kld)),
+            **_named("kld_mean", "kld_ci", mean_ci(kld, _KLD)),
+            **_named("kld_true", "kld_true_ci", mean_ci([c.true.kld for c in self.cases if c.true], _KLD)),
+            **_named("kld_greedy", "kld_greedy_ci", mean_ci([c.greedy.kld for c in self.cases if c.greedy], _KLD)),
             **_named("kld_median", "kld_median_ci", quantile_ci(kld, 0.5)),
             **_named("kld_p99", "kld_p99_ci", quantile_ci(kld, 0.99)),
-            **_named("same_top", "same_top_ci", mean_ci(self._by_case("same_top"))),
+            **_named("same_top", "same_top_ci", mean_ci(self._by_case("same_top"), (0, 1))),
             "rms_dp": math.sqrt(square),
             "rms_dp_ci": square_ci and [math.sqrt(end) for end in square_ci],
-            **_named("dnll", "dnll_ci", mean_ci(true)),
+            **_named("dnll", "dnll_ci", mean_ci([c.true.dnll for c in self.cases if c.true])),
             **_named("greedy_match_tokens", "greedy_match_ci", quantile_ci(self._matches, 0.5)),
             "kld_by_distance": self._by_distance(),
         }
@@ -109,16 +114,15 @@ class Against:
         return [[c.match] for c in self.cases if c.match is not None]
 
     def _by_case(self, name: str) -> list[npt.NDArray[Any]]:
-        return [np.concatenate([getattr(t, name) for t in c.parts]) for c in self.cases]
+        return [np.concatenate([getattr(t, name)[at:] for at, t in c.parts]) for c in self.cases]
 
     def _by_distance(self) -> list[dict[str, Any]]:
-        klds = [[t.kld for t in c.parts] for c in self.cases]
-        longest = max(len(kld) for parts in klds for kld in parts)
+        longest = max(len(t.kld) for c in self.cases for _, t in c.parts)
         edges = [0, *(2**k for k in range(longest.bit_length()) if 2**k < longest), longest]
         found = []
         for a, b in pairwise(edges):
-            groups = [np.concatenate([kld[a:b] for kld in parts]) for parts in klds]
-            values = _named("kld_mean", "kld_ci", mean_ci(groups))
+            groups = [np.concatenate([t.kld[max(a, at) : b] for at, t in c.parts]) for c in self.cases]
+            values = _named("kld_mean", "kld_ci", mean_ci(groups, _KLD))
             found.append({"from": a, "to": b, **values, "n": sum(map(len, groups))})
         return found
 

@@ -7,7 +7,7 @@ not count. No arm runs in a fork: its cells would be copied before they move, an
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -46,6 +46,9 @@ class Lengths:
         return self.num_tokens + (repeat + 1) * (again + 8 * QUESTION)
 
 
+_TAKEN: Final = ("edit_ms", "ttft_ms", "decode_tps", "decode_compacted_tps")
+
+
 @dataclass
 class Timing:
     """One arm at one point."""
@@ -58,6 +61,14 @@ class Timing:
     cells_used: int = 0
     kv_bytes: int = 0
     rss_peak_bytes: int = 0
+
+    def then(self, turn: Timing) -> Timing:
+        """With one more turn; what does not vary is the newest, of memory it is the most."""
+        return replace(
+            turn,
+            **{name: getattr(self, name) + getattr(turn, name) for name in _TAKEN},
+            rss_peak_bytes=max(self.rss_peak_bytes, turn.rss_peak_bytes),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -82,8 +93,9 @@ class Point:
         with ExitStack() as on_error:
             self.engine = on_error.enter_context(Engine(model, settings))
             self.session = on_error.enter_context(Session(self.engine))
-            for part, name in ((self.before, "before"), (self.span, "span"), (self.suffix, "suffix")):
-                self.session.append(part, name=name)
+            self.session.append(self.before)
+            self.session.append(self.span, name="span")
+            self.session.append(self.suffix, name="suffix")
             self.session.logits()
             on_error.pop_all()
 
@@ -123,27 +135,29 @@ class Point:
         session = self.session
         session.rewind("span" if arm == "restart" else 0)
         timing.edit_ms.append((time.perf_counter() - began) * 1e3)
-        if arm == "restart_cold":
-            session.append(self.before, name="before")
-        session.append(self.suffix)
-        self._answer(session, timing, began, decode=decode)
-        timing.tokens_redecoded = self.lengths.suffix + (BEFORE if arm == "restart_cold" else 0)
-        session.rewind(session.span("before").stop)
+        again = [self.before, self.suffix] if arm == "restart_cold" else [self.suffix]
+        start = self._answer(session, timing, began, decode=decode, read_with=again)
+        timing.tokens_redecoded = sum(map(len, again))
+        session.rewind(start + timing.tokens_redecoded - self.lengths.suffix)
         session.append(self.span, name="span")
         session.append(self.suffix, name="suffix")
         session.logits()
 
-    def _answer(self, session: Session, timing: Timing, began: float, *, decode: bool) -> None:
-        session.append(self.question)
-        session.logits().argmax()  # the first token, greedily
+    def _answer(
+        self, session: Session, timing: Timing, began: float, *, decode: bool, read_with: Sequence[TokenArray] = ()
+    ) -> int:
+        """Read the question, in one go with what a restart reads, and draw its first token; the index it began at."""
+        start = session.append(np.concatenate([*read_with, self.question])).start
+        session.logits().argmax()
         timing.ttft_ms.append((time.perf_counter() - began) * 1e3)
         stats = session.stats
         timing.cells_used, timing.kv_bytes = stats.cells_used, stats.kv_bytes_used
+        timing.decode_tps += _speed(session) if decode else []
+        timing.rss_peak_bytes = max(timing.rss_peak_bytes, resident.peak())
         if decode:
-            timing.decode_tps += _speed(session)
             session.compact()
             timing.decode_compacted_tps += _speed(session)
-        timing.rss_peak_bytes = max(timing.rss_peak_bytes, resident.peak())
+        return start
 
 
 def _speed(session: Session) -> list[float]:
@@ -153,17 +167,20 @@ def _speed(session: Session) -> list[float]:
 
 def measure(point: Point, arms: tuple[str, ...], repeat: int, *, decode: bool) -> Iterator[dict[str, Timing]]:
     """Turn after turn, the arms in an order that goes round; yields what is known after each turn, nothing after the
-    first, which warms up."""
+    first, which warms up. A turn that is cut short counts for no arm."""
     timings = {arm: Timing() for arm in arms}
     for turn in range(repeat + 1):
-        kept = timings if turn else {arm: Timing() for arm in arms}
+        taken = {arm: Timing() for arm in arms}
         for number in range(len(arms)):
             arm = arms[(number + turn) % len(arms)]
-            point.take(arm, kept[arm], decode=decode)
+            point.take(arm, taken[arm], decode=decode)
+        if turn:
+            timings = {arm: timings[arm].then(taken[arm]) for arm in arms}
         yield timings if turn else {}
 
 
 def settings_for(lengths: Lengths, base: Settings) -> Settings:
-    """Cells for the session, and for what it reads again."""
+    """As many cells as the user's session has, and no fewer than are needed: closing a gap rotates K over all of
+    them, so a mask's first token takes longer in a large context."""
     cells = lengths.num_tokens + lengths.suffix + 2 * QUESTION + 2 * DECODED + 64
     return replace(base, n_ctx=max(cells, base.n_ctx), n_sessions=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from edgekv.compare.case import Choice
 from edgekv.compare.statistics import draws, interval, wilson
-from edgekv.model import TokenArray
+from edgekv.model import Model, TokenArray
 from edgekv.session import Session
 
 _TELLS: Final = 0.05  # nats by which the visible span must make the right option likelier
@@ -44,6 +45,12 @@ def ask(session: Session, choice: Choice, *, special: bool = False) -> Answer:
         fork.append(np.concatenate([fork.model.tokenize(choice.ask, special=special), options[0][:shared]]))
         scores = [float(fork.score(option[shared:]).sum()) for option in options]
     return Answer(int(np.argmax(scores)) == choice.right, -scores[choice.right], 1 / len(scores), choice.part)
+
+
+def hopeless(model: Model, choice: Choice) -> tuple[str, str] | None:
+    """Two options of which one begins with all tokens of the other: it can never be the likelier one."""
+    ordered = sorted((model.tokenize(option).tolist(), option) for option in choice.options)
+    return next(((a, b) for (x, a), (y, b) in pairwise(ordered) if y[: len(x)] == x), None)
 
 
 def _num_shared(options: Sequence[TokenArray]) -> int:

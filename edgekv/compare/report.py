@@ -15,7 +15,7 @@ from edgekv.compare import verdict
 from edgekv.compare.arms import SAME_COST
 from edgekv.compare.cost import BEFORE, Lengths, Timing
 from edgekv.compare.leak import Answers, channel_index
-from edgekv.compare.run import Options, Results, Run
+from edgekv.compare.run import SUMMARY_TOKENS, Options, Results, Run
 from edgekv.errors import UsageError
 
 SCHEMA: Final = "edgekv.compare/1"
@@ -133,6 +133,7 @@ def _data(run: Run) -> dict[str, Any]:
             "file": run.model.path.name,
             "fingerprint": run.model.fingerprint,
             "kv_type": options.settings.kv_type,
+            "closes_gaps": run.closes_gaps,
         },
         "settings": _settings(options),
         "workload": _workload(run),
@@ -173,23 +174,34 @@ def _settings(options: Options) -> dict[str, Any]:
     return {
         "repeat": options.repeat,
         "seed": options.seed,
-        "tokens": options.tokens,
+        "greedy_tokens": options.tokens,
+        "true_tokens": options.most,
+        "summary_tokens": SUMMARY_TOKENS,
         "before": BEFORE,
+        "n_ctx": s.n_ctx,
         "n_batch": s.n_batch,
         "flash_attention": s.flash_attention,
     }
 
 
 def _workload(run: Run) -> dict[str, Any]:
-    lengths = run.results.lengths
-    mean = [sum(column) / len(lengths) for column in zip(*lengths, strict=True)] if lengths else [None, None]
+    masked, behind = _means(run.results.lengths)
+    placebo = _means(run.results.placebos) if "placebo" in run.names else (None, None)
     return {
         "name": run.options.workload,
         "cases": run.results.cases,
         "compared": run.results.compared,
-        "tokens_masked": mean[0],
-        "tokens_behind": mean[1],
+        "tokens_masked": masked,
+        "tokens_behind": behind,
+        "placebo_masked": placebo[0],
+        "placebo_behind": placebo[1],
     }
+
+
+def _means(lengths: list[tuple[int, int]]) -> tuple[float | None, float | None]:
+    if not lengths:
+        return None, None
+    return sum(a for a, _ in lengths) / len(lengths), sum(b for _, b in lengths) / len(lengths)
 
 
 def _against(results: Results, arm: str, reference: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from edgekv._llama import uninterrupted
 from edgekv.compare import arms as arms_module
 from edgekv.compare import cost, leak
-from edgekv.compare.arms import ALWAYS, DEFAULT, OF_SUMMARY, SAME_COST, Piece, Stage, Texts
+from edgekv.compare.arms import ALWAYS, DEFAULT, OF_SUMMARY, SAME_COST, Piece, Stage, Texts, placebo_span
 from edgekv.compare.case import Case, Style, chatml_style, plain_style
 from edgekv.compare.consistency import Against, Rows
 from edgekv.compare.cost import Lengths, Timing
@@ -28,7 +28,7 @@ from edgekv.prompt import has_chatml
 from edgekv.session import Session
 from edgekv.settings import Settings
 
-_SUMMARY_TOKENS: Final = 96
+SUMMARY_TOKENS: Final = 96
 
 #: Called with (what is being done, work done, work in all); a unit of work is about a token read.
 Watch = Callable[[str, int, int], None]
@@ -44,7 +44,7 @@ class Options:
     arms: tuple[str, ...] = ()
     cases: int | None = None
     compared: int = FEW
-    repeat: int = 3
+    repeat: int = 5
     suffix: tuple[int, ...] = (16, 64, 256, 1024)
     span: tuple[int, ...] = (512,)
     tokens: int = 48
@@ -87,6 +87,7 @@ class Results:
     cases: int = 0
     compared: int = 0
     lengths: list[tuple[int, int]] = field(default_factory=list)  # tokens of a case: masked, behind the mask
+    placebos: list[tuple[int, int]] = field(default_factory=list)  # the same of the placebo
     interrupted: bool = False
     stopped: str = ""  # by which error
 
@@ -100,6 +101,7 @@ class Results:
                 kept.setdefault(name, Answers()).extend(answers)
         self.cases, self.compared = self.cases + case.cases, self.compared + case.compared
         self.lengths += case.lengths
+        self.placebos += case.placebos
 
 
 class Run:
@@ -109,27 +111,39 @@ class Run:
         if not model.capabilities.mask:
             raise UsageError(f"there is nothing to compare: {model.capabilities.mask.reason}")
         self.model, self.options, self.watch = model, options, watch
-        self.names = self._possible(options.arm_names)
         self.results = Results()
         self.style: Style = chatml_style() if has_chatml(model) else plain_style()
         self._cases = list(islice(find(options.workload)(self.style, options.seed), options.num_cases))
         self._texts = [Texts.of(case, model, options.seed + number) for number, case in enumerate(self._cases)]
         self._check_cases()
-        self.notes = [*self._notes(options.arm_names), *self._too_long()]
+        self.names = tuple(n for n in options.arm_names if self._possible(n))
+        self.notes = [*self._notes(), *self._too_long()]
         self._done, self._total = 0, self._work()
 
-    def _possible(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Arms that this model's memory can play: without shifts there is one gap, and nothing moves."""
-        if self.model.close_gaps(self.options.settings.kv_type):
-            return names
-        return tuple(n for n in names if n not in ("mask_keep_gap", "isolated", "cache_reuse"))
+    def _possible(self, arm: str) -> bool:
+        """Whether this model's memory and these texts can play it: without shifts nothing moves."""
+        if arm == "placebo":
+            return all(placebo_span(texts)[1] for texts in self._texts)
+        return arm not in ("mask_keep_gap", "isolated", "cache_reuse") or self.closes_gaps
 
-    def _notes(self, asked: tuple[str, ...]) -> list[str]:
-        """What a reader must know of arms that are not what their names say here."""
-        if left := [n for n in asked if n not in self.names]:
-            why = self.model.close_gaps(self.options.settings.kv_type).reason
-            return [f"{why}: every mask keeps its gap, and there is no {', '.join(left)}"]
-        return []
+    @property
+    def closes_gaps(self) -> bool:
+        return bool(self.model.close_gaps(self.options.settings.kv_type))
+
+    def _notes(self) -> list[str]:
+        """What a reader must know of arms that are not there, or not what their names say."""
+        left, notes = [n for n in self.options.arm_names if n not in self.names], []
+        if not self.closes_gaps:
+            why, absent = (
+                self.model.close_gaps(self.options.settings.kv_type).reason,
+                [n for n in left if n != "placebo"],
+            )
+            notes.append(
+                f"{why}: every mask keeps its gap" + (f", and there is no {', '.join(absent)}" if absent else "")
+            )
+        if "placebo" in left:
+            notes.append("No other stretch of visible text is long enough to be masked as a placebo")
+        return notes
 
     def _too_long(self) -> list[str]:
         """What a reader must know where texts are longer than the model can follow: so is no arm there."""
@@ -140,11 +154,15 @@ class Run:
 
     def _check_cases(self) -> None:
         """Raise UsageError, with the case, for what no arm could play: better now than after minutes."""
-        for number, texts in enumerate(self._texts, 1):
+        for number, (case, texts) in enumerate(zip(self._cases, self._texts, strict=True), 1):
             if sum(len(p.tokens) for p in texts.before) < NUM_SINKS:
                 raise UsageError(f"case {number}: at least {NUM_SINKS} tokens must stand in front of what is masked")
-            if "placebo" in self.names:
-                arms_module.placebo_span(texts)
+            for choice in (*case.secrets, *case.facts, *case.controls):
+                if pair := leak.hopeless(self.model, choice):
+                    raise UsageError(
+                        f"case {number}: the option {pair[1]!r} begins with the option {pair[0]!r}, so it "
+                        "could never be the likelier one; end both with the same mark"
+                    )
 
     def _work(self) -> int:
         points = sum(p.work(self.options.repeat) for p in self.options.points)
@@ -211,6 +229,8 @@ class Run:
                 self._ask(stage, case, found)
         behind = sum(len(p.tokens) for p in texts.behind if not p.mask)
         found.lengths.append((sum(len(p.tokens) for p in texts.pieces if p.mask), behind))
+        start, stop = placebo_span(texts)
+        found.placebos.append((stop - start, len(texts.everything) - stop))
         with uninterrupted():
             self.results.add(found)
         self._step(f"case {number + 1} of {len(self._cases)}", self._case_work(texts, number))
@@ -225,7 +245,7 @@ class Run:
         with contextlib.closing(Stage(engine, texts)) as stage, stage.full.fork() as session:
             ask = self.model.tokenize(case.summarise, special=case.special)
             session.append(ask)
-            said = session.generate(_SUMMARY_TOKENS).finish().tokens
+            said = session.generate(SUMMARY_TOKENS).finish().tokens
         end = self.model.tokenize("<|im_end|>\n" if case.special else "\n", special=case.special)
         summary = np.concatenate([ask, np.asarray(said, np.int32), end])
         return replace(texts, pieces=(*texts.pieces, Piece("summary", summary, mask=False)))
@@ -241,7 +261,8 @@ class Run:
             if name == "placebo":  # it hides other text, so its restart is another one
                 with stage.play("placebo_restart") as session:
                     references[0] = self._rows(session, stage.texts.question, true, greedy)
-            found.vs_restart.setdefault(name, Against()).add(references[0], rows, (true, greedy))
+            own = name != "placebo"
+            found.vs_restart.setdefault(name, Against()).add(references[0], rows, (true, greedy), author=own)
             found.vs_full.setdefault(name, Against()).add(references[1], rows, (true, greedy), author=False)
         found.compared = int(bool(len(true) or len(greedy)))
 

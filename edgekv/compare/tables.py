@@ -9,7 +9,7 @@ from edgekv.compare.verdict import words
 
 TITLES: Final = {
     "full": "nothing hidden",
-    "mask": "mask, gap closed",
+    "mask": "mask",
     "mask_keep_gap": "mask, gap kept",
     "mask_auto": 'mask, then="auto"',
     "mask_recompute": "mask, all read again",
@@ -28,6 +28,8 @@ def header(data: dict[str, Any]) -> str:
     machine, model, work = data["machine"], data["model"], data["workload"]
     masked, behind = work["tokens_masked"], work["tokens_behind"]
     lengths = f", on average {masked:.0f} tokens masked and {behind:.0f} behind" if work["cases"] else ""
+    if work["placebo_masked"] is not None:
+        lengths += f" (placebo: {work['placebo_masked']:.0f} and {work['placebo_behind']:.0f})"
     cut = " Interrupted: only what was finished counts." if data["interrupted"] else ""
     notes = "".join(f" {note}." for note in data["notes"])
     floor = data["noise"]["vs_restart"].get("kld_mean")

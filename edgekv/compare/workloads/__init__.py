@@ -19,7 +19,7 @@ NAMES: Final[dict[str, Workload]] = {
 
 #: Cases of a run unless told otherwise: a leak's interval needs a hundred, the others compare many tokens a case.
 DEFAULT_CASES: Final = {"canary": 100}
-FEW: Final = 8
+FEW: Final = 12
 
 
 def find(name: str) -> Workload:
