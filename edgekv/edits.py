@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from .model import TokenArray
 from .receipts import Receipt
 from .spans import Range, Span, Target
 from .transcript import Hiding
+
+BUDGET: Final = 64  # tokens that then="auto" reads again at most: a short suffix loses most, and costs little to read
 
 
 class Edits(Base):
@@ -34,7 +37,7 @@ class Edits(Base):
         force: bool = False,
         refresh_last: bool = True,
         then: str = "none",
-        budget: int = 64,
+        budget: int = BUDGET,
     ) -> Receipt:
         """Hide tokens: nothing read from now on attends to them; their cells stay, and unmask is instant.
 

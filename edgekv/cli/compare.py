@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgekv import files
 from edgekv.cli.output import console, model_argument, progress, talk
 from edgekv.errors import UsageError
 from edgekv.memory import KV_BLOCKS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from edgekv.compare import Options, Report
 
 _HELP = """Measure mask-and-continue against restart, on your model, text and CPU.
@@ -74,21 +77,28 @@ def compare(
 
     if fail_if is not None:
         check_condition(fail_if)
-    for path in (json_to, html_to, csv_to):
-        if path is not None and path != "-":
-            _check_writable(Path(path))
+    wanted = [
+        (path, kind) for path, kind in ((json_to, "json"), (html_to, "html"), (csv_to, "csv")) if path is not None
+    ]
+    for path, kind in wanted:
+        _check_writable(path, kind)
     report = _measure(model, _options(given))
     if json_to == "-":
         click.echo(report.json(), nl=False)
     else:
         _show(report)
-    for path, text in ((json_to, report.json), (html_to, report.html), (csv_to, report.csv)):
-        if path is not None and path != "-":
-            _write(Path(path), text())
+    _write_all([(Path(path), getattr(report, kind)()) for path, kind in wanted if path != "-"])
+    return _code(report, fail_if)
+
+
+def _code(report: Report, fail_if: str | None) -> int:
+    """130 for a run that was interrupted, 1 for one that an error stopped or where the condition holds."""
+    if report.data["interrupted"]:
+        return 130
     if fail_if is not None and report.holds(fail_if):
         talk().print(f"--fail-if holds: {fail_if}", markup=False, soft_wrap=True)
         return 1
-    return 130 if report.data["interrupted"] else int(any("Stopped by" in note for note in report.data["notes"]))
+    return int(bool(report.data["stopped"]))
 
 
 def _options(given: dict[str, Any]) -> Options:
@@ -107,20 +117,30 @@ def _measure(model: str, options: Options) -> Report:
         return compare.run(model, options, watch=lambda _what, done, total: update(done, total))
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(name: str, kind: str) -> None:
     """Raise UsageError for a place where no file can be, before minutes are spent on measuring."""
-    if path.is_dir() or not path.parent.is_dir():
+    path = Path(name)
+    if name == "-" and kind != "json":
+        raise UsageError(f"--{kind} - is not possible: stdout is for the overview, or for --json -; name a file")
+    if name != "-" and (path.is_dir() or not path.parent.is_dir()):
         raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'there is no such folder'}")
 
 
-def _write(path: Path, text: str) -> None:
-    from edgekv import files
+def _write_all(texts: Sequence[tuple[Path, str]]) -> None:
+    """Write what can be written; raises UsageError for the rest."""
+    failed = [said for path, text in texts if (said := _written(path, text))]
+    if failed:
+        raise UsageError(f"cannot write {'; '.join(failed)}")
 
+
+def _written(path: Path, text: str) -> str:
+    """What went wrong, or nothing."""
     try:
         files.replace(path, text.encode())
     except OSError as err:
-        raise UsageError(f"cannot write {path}: {err.strerror or err}") from err
+        return f"{path}: {err.strerror or err}"
     talk().print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+    return ""
 
 
 def _show(report: Report) -> None:

@@ -10,6 +10,7 @@ Three blocks stand side by side, never one number: cost, consistency, and what s
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from edgekv.compare.report import Report
@@ -26,12 +27,13 @@ def run(
     watch: Watch = lambda *_: None,
     **changes: Any,
 ) -> Report:
-    """Run and report. ``changes`` are fields of :class:`Options`; ``watch`` is called with (what, done, in all).
+    """Run and report. ``changes`` are fields of :class:`Options`, and go before those of ``options``; ``watch`` is
+    called with (what, done, in all).
 
     Ctrl-C ends it and the report tells what was finished. Raises UsageError for options that make no sense, and for a
     model whose memory cannot be masked; ModelError, TooLarge, ContextFull as Session does.
     """
-    chosen = options or Options(**_tuples(changes))
+    chosen = replace(options or Options(), **_tuples(changes))
     if isinstance(model, Model):
         return _reported(Run(model, chosen, watch))
     with Model(model) as loaded:

@@ -53,9 +53,10 @@ class Texts:
             return model.tokenize(text, special=case.special)
 
         pieces = [Piece(f"s{n}", tokens(s.text), s.mask) for n, s in enumerate(case.segments)]
-        if model.bos is not None:
+        own = bool(len(pieces[0].tokens)) and pieces[0].tokens[0] == model.bos  # the user wrote it, as a control token
+        if model.bos is not None and not own:
             pieces.insert(0, Piece("begin", np.asarray([model.bos], np.int32), mask=False))
-        first = case.first_masked + (model.bos is not None)
+        first = case.first_masked + len(pieces) - len(case.segments)
         return cls(tuple(pieces), first, tokens(case.question), tokens(case.continuation), seed)
 
     @property

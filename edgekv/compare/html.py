@@ -13,7 +13,7 @@ from typing import Any, Final
 from edgekv.compare.tables import TITLES, blocks, header
 
 _WIDTH, _HEIGHT = 560, 300
-_LEAST_KL: Final = 1e-5  # what a logarithmic axis shows of 0
+_KL: Final = (1e-5, 100.0)  # what a logarithmic axis shows of 0, and of infinity where an arm rules a token out
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 14, 44
 _COLOURS: Final = {
     "mask": "var(--a)", "mask_keep_gap": "var(--b)", "mask_auto": "var(--c)", "mask_recompute": "var(--c)",
@@ -110,15 +110,14 @@ def distance(data: dict[str, Any]) -> str:
     floor = data["noise"]["vs_restart"].get("kld_by_distance")
     if not rows or not floor:
         return ""
-    values = [
-        max(v, _LEAST_KL) for r in (*rows.values(), floor) for p in r for v in (p["kld_mean"], *(p["kld_ci"] or ()))
-    ]
+    every = [p for r in (*rows.values(), floor) for p in r]
+    values = [_on_axis(v) for p in every for v in (p["kld_mean"], *(p["kld_ci"] or ()))]
     ends = sorted({p["to"] for r in rows.values() for p in r})
     x, low, top = _log(ends), min(values), max(values)
     scale = _scale(math.log10(low * 0.7), math.log10(top * 1.4), _HEIGHT - _BOTTOM, _TOP)
 
     def y(value: float) -> float:
-        return scale(math.log10(max(value, _LEAST_KL)))
+        return scale(math.log10(_on_axis(value)))
 
     def path(points: list[dict[str, Any]]) -> list[tuple[float, float]]:
         return [(x(p["to"]), y(p["kld_mean"])) for p in points]
@@ -130,6 +129,10 @@ def distance(data: dict[str, Any]) -> str:
         parts.append(_line(path(r), _COLOURS[n]))
         parts += [_bar(x(p["to"]), y(p["kld_ci"][0]), y(p["kld_ci"][1]), _COLOURS[n]) for p in r if p["kld_ci"]]
     return _figure("KL divergence from the restart (dashed: noise)", parts, "tokens behind the question", list(rows))
+
+
+def _on_axis(kld: float) -> float:
+    return min(max(kld, _KL[0]), _KL[1])
 
 
 def leak(data: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from edgekv.compare import verdict
+from edgekv.compare import payoff, verdict
 from edgekv.compare.arms import SAME_COST
 from edgekv.compare.cost import BEFORE, Lengths, Timing
 from edgekv.compare.leak import Answers, channel_index
@@ -19,7 +19,7 @@ from edgekv.compare.run import SUMMARY_TOKENS, Options, Results, Run
 from edgekv.errors import UsageError
 
 SCHEMA: Final = "edgekv.compare/1"
-_CONDITION: Final = re.compile(r"\s*([\w.]+)\s*(<=|>=|<|>|==|!=)\s*(-?[\d.]+(?:[eE]-?\d+)?)\s*")
+_CONDITION: Final = re.compile(r"\s*([\w.]+)\s*(<=|>=|<|>|==|!=)\s*(-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*")
 _FLAT: Final = ("kld_mean", "kld_median", "kld_p99", "same_top", "rms_dp", "dnll", "greedy_match_tokens")
 
 
@@ -83,7 +83,9 @@ class Report:
         A path begins at an arm or at the top of the data. Raises UsageError for what it cannot read, and for a figure
         that was not measured: a condition that can never hold would look like a pass.
         """
-        return any(all(self._one(part) for part in either.split(" and ")) for either in expression.split(" or "))
+        # Every condition is looked up, also where another one has decided: none may name what is not there.
+        held = [[self._one(part) for part in either.split(" and ")] for either in expression.split(" or ")]
+        return any(all(parts) for parts in held)
 
     def _one(self, condition: str) -> bool:
         path, op, limit = _parse(condition)
@@ -145,20 +147,21 @@ def _data(run: Run) -> dict[str, Any]:
         "controls": _answers(results.controls, "restart"),
         "curve": [_point(lengths, timings) for lengths, timings in results.timings.items()],
         "interrupted": results.interrupted,
-        "notes": [*run.notes, *([f"Stopped by an error, {results.stopped}"] if results.stopped else [])],
+        "stopped": results.stopped,
+        "notes": run.notes,
     }
-    data["break_even"] = verdict.break_even(data["curve"])
+    data["break_even"] = payoff.break_even(data, verdict.masking_arm(data["arms"]) or "mask")
     data["advice"], data["verdict"] = verdict.decide(data)
     return data
 
 
 def _finite(value: Any) -> Any:
-    """The same without infinities, which JSON has not: a token one arm rules out is infinitely far."""
+    """The same with infinities as text, which JSON has not: a token one arm rules out is infinitely far."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _machine(run: Run) -> dict[str, Any]:

@@ -37,9 +37,9 @@ def mean_ci(groups: Sequence[Numbers], within: tuple[float, float] = (-math.inf,
     if not kept:
         return math.nan, None
     sums, sizes = np.array([g.sum() for g in kept]), np.array([len(g) for g in kept], np.float64)
+    if len(kept) < FEWEST or not np.isfinite(sums).all():
+        return float(sums.sum() / sizes.sum()), None
     mean, error = _ratio(sums, sizes)
-    if len(kept) < FEWEST or not math.isfinite(mean):
-        return float(mean), None
     drawn = draws(len(kept))
     means, errors = _ratio(sums[drawn], sizes[drawn])
     usable = errors > 1e-9 * error

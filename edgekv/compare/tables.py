@@ -31,6 +31,8 @@ def header(data: dict[str, Any]) -> str:
     if work["placebo_masked"] is not None:
         lengths += f" (placebo: {work['placebo_masked']:.0f} and {work['placebo_behind']:.0f})"
     cut = " Interrupted: only what was finished counts." if data["interrupted"] else ""
+    if data["stopped"]:
+        cut += f" Stopped by an error, {data['stopped']}: only what was finished counts."
     notes = "".join(f" {note}." for note in data["notes"])
     floor = data["noise"]["vs_restart"].get("kld_mean")
     noise = f" Noise floor: KL {floor:.4f}, the restart in other batches." if floor is not None else ""
@@ -81,7 +83,7 @@ def _brief_consistency(data: dict[str, Any]) -> Iterable[Sequence[str]]:
     floor = data["noise"]["vs_restart"]
     for name, vs in [*((n, a["vs_restart"]) for n, a in data["arms"].items()), ("noise floor", floor)]:
         if vs and name != "restart":
-            said = words(vs["kld_mean"], floor["kld_mean"]).removesuffix(" weights") if vs is not floor else "-"
+            said = words(vs, floor["kld_mean"]).removesuffix(" weights") if vs is not floor else "-"
             kld = _figure(vs, "kld_mean", "kld_ci", ".4f" if vs["kld_mean"] < 1 else ".2f")
             top = _figure(vs, "same_top", "same_top_ci", ".0%")
             yield (name, kld, f"{vs['kld_p99']:.3f}", top, said)
@@ -150,7 +152,7 @@ def consistency_rows(data: dict[str, Any], reference: str) -> Iterable[Sequence[
                 _figure(vs, "dnll", "dnll_ci", "+.3f"),
                 _figure(vs, "greedy_match_tokens", "greedy_match_ci", ".0f"),
                 f"{vs['n']:,}",
-                "-" if name == "noise" or floor is None else words(vs["kld_mean"], floor),
+                "-" if name == "noise" or floor is None else words(vs, floor),
             )
 
 

@@ -1,186 +1,191 @@
-"""The verdict: what the figures mean, in two sentences, and what to do.
+"""The verdict: what the figures mean, in a few sentences, and what to do.
 
-Words for a KL divergence follow llama.cpp's yardstick for quantised weights (LLaMA-3-8B: q8_0 .0014, q4_K_M .031).
-What lies within the noise floor is called that, and never a win.
+Words for a KL divergence follow llama.cpp's yardstick for quantised weights (LLaMA-3-8B: q8_0 .0014, q4_K_M .031), and
+are those of its interval's upper end: what has not been ruled out counts. What lies within the noise floor is called
+that, and never a win.
 """
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+from edgekv.compare.arms import SAME_COST
+from edgekv.compare.payoff import TURNS, gain, nearest
+from edgekv.edits import BUDGET
 
 Q8_0: Final = 0.0014
 Q4_K_M: Final = 0.031
-_NOISE: Final = 1.5  # times the floor: what a run of another day would still call noise
-_SLACK: Final = 0.15  # above chance: what a hundred cases can rule out
-_MASKS: Final = (
-    *("mask", "summary_mask", "mask_keep_gap", "mask_auto", "cache_reuse", "mask_recompute", "summary_clean"),
-    "isolated",
-)
+_NOISE: Final = 1.5  # times the floor: the upper end of what another day's noise floor would be
+_TELLS: Final = 0.05  # of the channel index: more of the span's information than a rounding
+_RULED_OUT: Final = 0.2  # of what can be found with the span in view: what "nothing" must rule out
+_UNCLEAR: Final = ("too few cases", "not clear", "the noise is too large")
+
+#: The arms a verdict may be about, by what it would advise
+_ADVISED: Final = {
+    **dict.fromkeys(("mask", "summary_mask", "mask_keep_gap", "cache_reuse"), "mask"),
+    **dict.fromkeys(("mask_auto", "mask_recompute", "summary_clean"), "mask with recompute"),
+    "isolated": "isolate",
+}
 
 
-def words(kld: float, floor: float) -> str:
-    """What a mean KL divergence costs, in words."""
-    if kld <= _NOISE * floor:
-        return "within noise"
-    extra = kld - floor
-    if extra <= Q8_0:
+def words(vs: dict[str, Any], floor: float) -> str:
+    """What a divergence costs, in words; ``vs`` holds its mean and interval."""
+    if not vs["kld_ci"]:
+        return "too few cases"
+    low, high = vs["kld_ci"]
+    if high <= _NOISE * floor:
+        return "within noise" if floor <= Q4_K_M else "the noise is too large"
+    if high <= Q8_0:
         return "like q8_0 weights"
-    if extra <= Q4_K_M:
+    if high <= Q4_K_M:
         return "less than q4_K_M weights"
-    if extra <= 3 * Q4_K_M:
-        return "more than q4_K_M weights"
-    return f"{extra / Q4_K_M:.0f}x q4_K_M weights"
-
-
-class Gain(NamedTuple):
-    """Milliseconds that a mask saves behind ``suffix`` tokens."""
-
-    suffix: int
-    least: float
-    mid: float
-    most: float
-
-
-def break_even(curve: list[dict[str, Any]]) -> dict[str, Any]:
-    """From how many tokens behind the span on a mask answers sooner than a restart: {"tokens", "range", "said"}.
-
-    Between the two measured lengths where the sign of the gain changes, on a straight line; at the span of which most
-    lengths were measured. ``range``: the same for the gain of a slow mask (third quartile) over a quick restart (first
-    quartile), and the other way round. Outside of what was measured no number is given.
-    """
-    spans = {p["span"] for p in curve}
-    rows = max(([g for p in curve if p["span"] == span and (g := _gain(p))] for span in spans), key=len, default=[])
-    if len(rows) < 2:
-        return {"tokens": None, "range": None, "said": "not measured"}
-    rows.sort()
-    low, tokens, high = (_crossing([(g.suffix, getattr(g, which)) for g in rows]) for which in ("most", "mid", "least"))
-    if not rows[0].suffix < tokens <= rows[-1].suffix:
-        side = f"below {rows[0].suffix:,}" if tokens <= rows[0].suffix else f"above {rows[-1].suffix:,}"
-        return {"tokens": None, "range": None, "said": f"{side} tokens"}
-    ends = [low if low > rows[0].suffix else None, high if high <= rows[-1].suffix else None]
-    return {"tokens": tokens, "range": ends, "said": f"at about {tokens:,.0f} tokens ({_between(ends, rows)})"}
-
-
-def _between(ends: list[float | None], rows: list[Gain]) -> str:
-    low = f"below {rows[0].suffix:,}" if ends[0] is None else f"{ends[0]:,.0f}"
-    return f"{low} to {f'above {rows[-1].suffix:,}' if ends[1] is None else f'{ends[1]:,.0f}'}"
-
-
-def _crossing(points: list[tuple[int, float]]) -> float:
-    """Where a gain becomes more than 0, on straight lines; the first length if it is so there, infinity if nowhere."""
-    if points[0][1] > 0:
-        return points[0][0]
-    for (s0, g0), (s1, g1) in pairwise(points):
-        if g0 <= 0 < g1:
-            return s0 + (s1 - s0) * -g0 / (g1 - g0)
-    return math.inf
-
-
-def _gain(point: dict[str, Any]) -> Gain | None:
-    mask, restart = (point["arms"].get(n, {}).get("ttft_ms") for n in (_masked(point), "restart"))
-    if not mask or not restart or mask["median"] is None or restart["median"] is None:
-        return None
-    (m_low, m_high), (r_low, r_high) = mask["iqr"], restart["iqr"]
-    return Gain(point["suffix"], r_low - m_high, restart["median"] - mask["median"], r_high - m_low)
-
-
-def _masked(point: dict[str, Any]) -> str:
-    return next((n for n in ("mask", "mask_keep_gap", "mask_auto", "cache_reuse") if n in point["arms"]), "mask")
+    if low <= Q4_K_M:
+        return "about q4_K_M weights" if low > _NOISE * floor else "not clear"
+    factor = vs["kld_mean"] / Q4_K_M
+    return "more than q4_K_M weights" if factor < 3 else f"{factor:.0f}x q4_K_M weights"
 
 
 def decide(data: dict[str, Any]) -> tuple[str, str]:
     """(advice, the verdict): "mask", "mask with recompute", "isolate", "restart", or "measure more"."""
-    arms = data["arms"]
-    name = masking_arm(arms)
+    arms, name = data["arms"], masking_arm(data["arms"])
     if name is None:
         return "measure more", "No arm of this run masks anything, so there is nothing to decide."
-    floor, vs = data["noise"]["vs_restart"].get("kld_mean"), arms[name]["vs_restart"]
-    leaks, said = leak_words(arms, name)
-    advice = _advice(data, name, floor, leaks)
-    even = data["break_even"]["said"]
-    pays = "" if even == "not measured" else f" A mask begins to pay {even} behind the span."
-    caution = " What leaks is not known." if advice == "mask" and leaks != "nothing" else ""
-    return advice, f"{_first(data, vs, floor)} {said}{pays} {_ADVICE[advice]}{caution}"
+    floor = data["noise"]["vs_restart"].get("kld_mean")
+    leaks, leak_said = leak_words(arms, name)
+    lost = _loses_facts(arms, name)
+    said = [_sooner(data, name), _near(data, name, floor), leak_said]
+    if lost:
+        mine, restart = (arms[n]["facts"]["accuracy"] for n in (name, "restart"))
+        said.append(f"It finds {mine:.0%} of the facts that stayed visible, a restart {restart:.0%}.")
+    if data["break_even"]["said"] != "not measured":
+        said.append(f"A mask begins to pay {data['break_even']['said']}.")
+    advice = _advice(data, name, floor, gives_away=leaks == "leaks" or lost)
+    said.append(_ADVICE[advice].format(again=_again(data["workload"]["tokens_behind"])))
+    if advice in ("mask", "isolate") and leaks != "nothing":
+        said.append("What leaks is not known.")
+    return advice, " ".join(said)
 
 
 def masking_arm(arms: dict[str, Any]) -> str | None:
     """The arm the verdict speaks of."""
-    return next((n for n in _MASKS if n in arms), None)
+    return next((n for n in _ADVISED if n in arms), None)
 
 
 _ADVICE: Final = {
     "mask": "Mask and go on.",
-    "mask with recompute": 'Mask with then="auto" or "recompute" where the rest must not know of the span.',
+    "mask with recompute": "{again} where the rest must not know of the span.",
     "isolate": "Read texts that are to go later with attend=, so that what follows them can be kept.",
-    "restart": "Read again instead: behind so short a text it costs no more.",
-    "measure more": "Run it with more cases to decide.",
+    "restart": "Start again instead: at these lengths a mask was not seen to be sooner.",
+    "measure more": "Measure more to decide: more cases, or more repeats.",
 }
 
 
-def _first(data: dict[str, Any], vs: dict[str, Any], floor: float | None) -> str:
-    point = max((p for p in data["curve"] if _gain(p)), key=lambda p: (p["span"], p["suffix"]), default=None)
-    said = "Nothing was timed; " if point is None else _sooner(point)
+def _again(behind: float | None) -> str:
+    """The way to read again what stands behind the span, as long as that is."""
+    if behind is not None and behind <= BUDGET:
+        return f'Mask with then="auto", which reads the {behind:.0f} tokens behind the span again,'
+    return 'Mask with then="recompute", which reads as much again as a restart,'
+
+
+# -- sentences ------------------------------------------------------------------------------------------------------
+
+
+def _sooner(data: dict[str, Any], name: str) -> str:
+    point = nearest(data, name)
+    found = point and gain(point, name)
+    if not point or not found:
+        return f"The arm {name} was not timed."
+    begin = f"With {point['span']:,} tokens masked and {point['suffix']:,} behind, the nearest lengths timed, {name}"
+    if found.sooner is None:
+        return f"{begin} was not seen to answer sooner than a restart (n {found.turns})."
+    a, b = (point["arms"][n]["ttft_ms"]["median"] / 1e3 for n in (SAME_COST.get(name, name), "restart"))
+    times = f"{max(a / b, b / a):.1f} times {'sooner' if found.sooner else 'later'}"
+    return f"{begin} gave its first token after {a:.2f} s, a restart after {b:.2f} s ({times}, n {found.turns})."
+
+
+def _near(data: dict[str, Any], name: str, floor: float | None) -> str:
+    vs, work = data["arms"][name]["vs_restart"], data["workload"]
     if not vs or floor is None:
-        return said + "how near it is to a restart was not measured."
-    low, high = vs["kld_ci"] or (math.nan, math.nan)
-    spread = f" ({low:.4f}-{high:.4f})" if vs["kld_ci"] else ""
+        return "How near it is to a restart was not measured."
+    spread = " ({:.4f}-{:.4f})".format(*vs["kld_ci"]) if vs["kld_ci"] else ""
+    lengths = f"about {work['tokens_masked']:.0f} tokens masked and {work['tokens_behind']:.0f} behind"
     return (
-        f"{said}it differs from a restart by a mean KL of {vs['kld_mean']:.4f}{spread}, {vs['cases']} cases: "
-        f"{words(vs['kld_mean'], floor)} (noise floor {floor:.4f})."
+        f"Over {vs['cases']} cases with {lengths}, it differs from a restart by a mean KL of "
+        f"{vs['kld_mean']:.4f}{spread}: {words(vs, floor)} (noise floor {floor:.4f})."
     )
-
-
-def _sooner(point: dict[str, Any]) -> str:
-    mask, restart = (point["arms"][n]["ttft_ms"] for n in (_masked(point), "restart"))
-    behind = f"With {point['suffix']:,} tokens behind the span, "
-    if _overlap(mask["iqr"], restart["iqr"]):
-        return f"{behind}masking answered no sooner than a restart (n {mask['n']}); "
-    a, b = mask["median"], restart["median"]
-    return (
-        f"{behind}the first token came after {a / 1e3:.2f} s instead of {b / 1e3:.2f} s ({max(a / b, b / a):.1f} times "
-        f"{'sooner' if a < b else 'later'}, n {mask['n']}); "
-    )
-
-
-def _overlap(one: list[float], other: list[float]) -> bool:
-    return one[0] <= other[1] and other[0] <= one[1]
 
 
 def leak_words(arms: dict[str, Any], name: str) -> tuple[str, str]:
     """("leaks", "nothing", "unknown" or "not asked", and the sentence): what the forced choice says, or that it can
     say nothing."""
-    full, mask, restart = (arms.get(n, {}).get("leak") or {} for n in ("full", name, "restart"))
-    if not mask.get("n") or not full.get("n") or not restart.get("n"):
+    full, mine, restart = (arms.get(n, {}).get("leak") or {} for n in ("full", name, "restart"))
+    if not mine.get("n") or not full.get("n") or not restart.get("n"):
         return "not asked", "What still leaks was not asked."
-    low, high = mask["ci"]
-    found = f"{mask['accuracy']:.0%} of its codes are found ({low:.0%}-{high:.0%}, n {mask['n']})"
-    level = max(mask["chance"], restart["accuracy"])
+    low, high = mine["ci"]
+    found = f"{mine['accuracy']:.0%} of its codes are found ({low:.0%}-{high:.0%}, n {mine['n']})"
+    than = f"a restart finds {restart['accuracy']:.0%}"
     if full["ci"][0] <= max(full["chance"], restart["ci"][1]):
-        if restart["ci"][0] > restart["chance"]:
-            return "unknown", f"A restart finds {restart['accuracy']:.0%} of the codes: what stays visible tells them."
-        seen = f"with the span in view the model finds {full['accuracy']:.0%} of its codes"
-        return "unknown", f"Too small to tell what leaks: {seen} (n {full['n']})."
-    if low > mask["chance"] and mask["accuracy"] > restart["ci"][1]:
-        return "leaks", f"The span is still decodable: {found}, a restart finds {restart['accuracy']:.0%}."
-    if high > level + _SLACK:
-        return "unknown", f"Too few cases to tell what leaks: {found}, a restart finds {restart['accuracy']:.0%}."
-    return "nothing", f"No direct recall was seen: {found}, a restart finds {restart['accuracy']:.0%}."
+        return "unknown", _too_small(full, restart)
+    if _recalls(mine, restart):
+        return "leaks", f"The span is still decodable: {found}, {than}."
+    if part := next((p for p in ("used", "unused") if p in mine and _recalls(mine[p], restart[p])), None):
+        lean = "leans on them" if part == "used" else "does not lean on them"
+        return "leaks", (
+            f"The span is still decodable where the text behind {lean}: {mine[part]['accuracy']:.0%} of "
+            f"{mine[part]['n']} codes are found, by a restart {restart[part]['accuracy']:.0%}."
+        )
+    if (index := mine.get("channel_index_ci")) and index[0] > _TELLS:
+        return (
+            "leaks",
+            f"The span is still decodable: {index[0]:.0%}-{index[1]:.0%} of what it told about its codes is left.",
+        )
+    level = max(mine["chance"], restart["accuracy"])
+    if high - level > _RULED_OUT * (full["accuracy"] - level) or (index and index[1] > _RULED_OUT):
+        return "unknown", f"Too few cases to tell what leaks: {found}, {than}."
+    return "nothing", f"No direct recall was seen: {found}, {than}."
 
 
-def _advice(data: dict[str, Any], name: str, floor: float | None, leaks: str) -> str:
+def _too_small(full: dict[str, Any], restart: dict[str, Any]) -> str:
+    if restart["ci"][0] > restart["chance"]:
+        return f"A restart finds {restart['accuracy']:.0%} of the codes: what stays visible tells them."
+    seen = f"with the span in view the model finds {full['accuracy']:.0%} of its codes"
+    return f"Too small to tell what leaks: {seen} (n {full['n']})."
+
+
+def _recalls(mine: dict[str, Any], restart: dict[str, Any]) -> bool:
+    """More than chance and more than a restart would."""
+    return bool(mine["ci"][0] > mine["chance"] and mine["accuracy"] > restart["ci"][1])
+
+
+def _loses_facts(arms: dict[str, Any], name: str) -> bool:
+    """Whether fewer of the visible facts are found than by a restart."""
+    mine, restart = (arms.get(n, {}).get("facts") or {} for n in (name, "restart"))
+    if not mine.get("n") or not restart.get("n"):
+        return False
+    return bool(mine["accuracy"] < restart["ci"][0] and mine["ci"][1] < restart["accuracy"])
+
+
+# -- advice ---------------------------------------------------------------------------------------------------------
+
+
+def _advice(data: dict[str, Any], name: str, floor: float | None, *, gives_away: bool) -> str:
     arms, behind = data["arms"], data["workload"]["tokens_behind"]
-    vs, even = arms[name]["vs_restart"], data["break_even"]["tokens"]
-    if even is not None and behind is not None and behind < even:
-        return "restart"
-    if leaks == "leaks":
+    if gives_away:
         return "mask with recompute"
-    if not vs or floor is None or vs["kld_ci"] is None:
+    said = words(arms[name]["vs_restart"], floor) if arms[name]["vs_restart"] and floor is not None else _UNCLEAR[0]
+    if said in _UNCLEAR:
         return "measure more"
-    if vs["kld_mean"] <= _NOISE * floor or vs["kld_ci"][1] - floor <= Q4_K_M:
-        return "mask"
-    isolated = arms.get("isolated", {}).get("vs_restart", {}).get("kld_mean")
-    if isolated is not None and isolated <= _NOISE * floor and (behind or 0) > 64:
+    point = nearest(data, name)
+    saved = gain(point, name) if point else None
+    if _ADVISED[name] == "mask" and (saved is None or not saved.sooner):
+        return "restart" if saved and saved.turns >= TURNS else "measure more"
+    if said in ("within noise", "like q8_0 weights", "less than q4_K_M weights"):
+        return _ADVISED[name]
+    if floor is not None and (behind or 0) > BUDGET and _isolation_helps(arms, floor):
         return "isolate"
     return "mask with recompute"
+
+
+def _isolation_helps(arms: dict[str, Any], floor: float) -> bool:
+    isolated = arms.get("isolated", {}).get("vs_restart")
+    return bool(isolated) and words(isolated, floor) == "within noise" and leak_words(arms, "isolated")[0] != "leaks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,111 @@ def test_the_placebo_hides_other_text_of_the_same_length(llama: Model) -> None:
         assert stop - start <= int((~flags).sum())
 
 
+def one_case(tmp_path: Path, **more: Any) -> str:
+    """A file of one case."""
+    segments = [
+        {"text": "Some words in front. "},
+        {"text": "Gone, as it is masked. ", "mask": True},
+        {"text": "Behind."},
+    ]
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"segments": segments, "question": "And then? ", **more}))
+    return str(path)
+
+
+def test_a_placebo_is_no_tail(llama: Model) -> None:
+    """A masked tail is a restart: it would differ by nothing, whatever a mask does."""
+    for name in ("canary", "chat", "tools", "think"):
+        texts = Texts.of(next(find(name)(plain_style(), 0)), llama, 0)
+        _, stop = placebo_span(texts)
+        assert 0 < stop <= len(texts.everything) - 16
+
+
+def test_texts_without_room_for_a_placebo_go_without(llama: Model, tmp_path: Path) -> None:
+    segments = [{"text": "abcd"}, {"text": "Gone, as it is masked. ", "mask": True}, {"text": "Behind."}]
+    tokens = len(llama.tokenize("abcd")) + 1
+    run = Run(llama, replace(QUICK, workload=one_case(tmp_path, segments=segments)))
+    assert placebo_span(run._texts[0]) == ((0, 0) if tokens <= 4 else (4, tokens))
+    run = Run(llama, replace(QUICK, workload=one_case(tmp_path, segments=[{"text": "abc"}, *segments[1:]])))
+    assert "placebo" not in run.names
+    assert run.notes == ["No other stretch of visible text is long enough to be masked as a placebo"]
+
+
+def test_the_lengths_of_mask_and_placebo_are_told(llama: Model) -> None:
+    report = compare.run(llama, QUICK)
+    work = report.data["workload"]
+    assert work["placebo_masked"] <= work["tokens_masked"]
+    assert work["placebo_behind"] >= 16
+    assert f"(placebo: {work['placebo_masked']:.0f} and {work['placebo_behind']:.0f})" in str(report)
+
+
+@pytest.mark.parametrize(("arms", "absent"), [((), "mask_keep_gap, cache_reuse, isolated"), (("mask",), "")])
+def test_kept_gaps_are_told_whatever_was_asked_for(tiny_path: TinyPath, arms: tuple[str, ...], absent: str) -> None:
+    with Model(tiny_path("yarn")) as model:
+        (note,) = Run(model, replace(QUICK, arms=arms)).notes
+    assert "every mask keeps its gap" in note
+    assert note.endswith(absent)
+    assert ("there is no" in note) is bool(absent)
+
+
+def test_options_that_could_never_win_are_refused(llama: Model, tmp_path: Path) -> None:
+    choice = {"ask": "It is", "options": [" 1", " 10", " 2"], "right": 0}
+    with pytest.raises(errors.UsageError, match=r"case 1: the option ' 10' begins with the option ' 1'"):
+        Run(llama, replace(QUICK, workload=one_case(tmp_path, secrets=[choice])))
+
+
+def test_a_text_that_begins_with_its_own_bos_gets_no_second_one(llama: Model, tmp_path: Path) -> None:
+    assert llama.bos is not None
+    words = f"{llama.detokenize([llama.bos])}Some words. "
+    segments = [{"text": words}, {"text": "Gone. ", "mask": True}, {"text": "Behind."}]
+    for special in (True, False):
+        path = one_case(tmp_path, segments=segments, special=special)
+        texts = Texts.of(next(find(path)(plain_style(), 0)), llama, 0)
+        assert texts.everything.tolist().count(llama.bos) == 1
+        assert texts.masked == ["s1"]
+
+
+def test_changes_go_before_options(llama: Model) -> None:
+    data = compare.run(llama, QUICK, cases=1, arms=["mask"]).data
+    assert data["workload"]["cases"] == 1
+    assert set(data["arms"]) == {"full", "mask", "restart"}
+    assert data["curve"][0]["span"] == 64
+
+
+def test_a_turn_that_was_cut_short_counts_for_no_arm(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, right = [0], cost.Point.take
+
+    def take(self: cost.Point, arm: str, timing: cost.Timing, *, decode: bool) -> None:
+        taken[0] += 1
+        if taken[0] == 12:  # of three arms, in the fourth turn
+            raise KeyboardInterrupt
+        right(self, arm, timing, decode=decode)
+
+    monkeypatch.setattr(cost.Point, "take", take)
+    data = compare.run(llama, QUICK, arms=["mask"], repeat=5).data
+    arms = data["curve"][0]["arms"]
+    assert {name: (a["ttft_ms"]["n"], a["edit_ms"]["n"]) for name, a in arms.items()} == dict.fromkeys(arms, (2, 2))
+
+
+def test_a_restart_reads_suffix_and_question_in_one_go(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = Lengths(64, 32)
+    tokens = np.arange(4, 260, dtype=np.int32)
+    point = cost.Point(llama, cost.settings_for(lengths, EXACT), tokens, lengths)
+    read: list[int] = []
+    right = Session.append
+
+    def append(self: Session, text: Any, **how: Any) -> Any:
+        read.append(len(text))
+        return right(self, text, **how)
+
+    monkeypatch.setattr(Session, "append", append)
+    for arm, first in (("restart", 32 + 16), ("restart_cold", cost.BEFORE + 32 + 16), ("mask", 16)):
+        read.clear()
+        point.take(arm, cost.Timing(), decode=False)
+        assert read[0] == first
+    point.close()
+
+
 def test_the_placebo_is_measured_by_its_own_restart(llama: Model) -> None:
     """It hides as much as the mask does; against the mask's restart it would differ by its content."""
     data = compare.run(llama, replace(QUICK, arms=("mask", "placebo"), cases=3, compared=3)).data
@@ -265,7 +371,8 @@ def test_an_error_keeps_what_was_finished(llama: Model, monkeypatch: pytest.Monk
     monkeypatch.setattr(Stage, "__init__", second_fails)
     data = compare.run(llama, replace(QUICK, cases=3)).data
     assert data["workload"]["cases"] == 1
-    assert data["notes"] == ["Stopped by an error, case 2: no cell is free"]
+    assert data["stopped"] == "case 2: no cell is free"
+    assert "Stopped by an error, case 2: no cell is free" in str(compare.Report(data))
 
 
 def test_a_run_repeats_itself(llama: Model) -> None:

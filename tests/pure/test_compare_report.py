@@ -22,6 +22,7 @@ from edgekv.compare.prose import Writer
 from edgekv.compare.report import Report, check_condition
 from edgekv.compare.statistics import draws, mean_ci, quantile_ci, spread, wilson
 from edgekv.compare.workloads import NAMES, find
+from edgekv.numerics import kl_divergence
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -47,27 +48,37 @@ def test_wilson_against_published_values(hits: int, n: int, low: float, high: fl
 
 def test_intervals_of_nothing() -> None:
     assert wilson(0, 0) is None
-    assert spread([]) == {"median": None, "iqr": None, "n": 0}
-    assert mean_ci([[1.0, 2.0]]) == (1.5, None)
+    assert spread([]) == {"median": None, "iqr": None, "range": None, "n": 0}
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2, "iqr": [1.5, 2.5], "range": [1, 3], "n": 3}
+    assert mean_ci([[1.0, 2.0]] * 4) == (1.5, None)  # four cases tell nothing of a fifth
+    assert mean_ci([[1.0, 2.0]] * 5) == (1.5, [1.5, 1.5])
     assert math.isnan(mean_ci([])[0])
 
 
-def test_the_bootstrap_covers_the_mean() -> None:
-    """Of 200 samples of 12 cases, about 95 % of the intervals hold the true mean."""
+@pytest.mark.parametrize(("cases", "sigma"), [(6, 0.8), (12, 0.8), (12, 1.2)])
+def test_intervals_of_few_skewed_cases_hold_the_mean(cases: int, sigma: float) -> None:
+    """Divergences are skewed: of 400 samples of log-normal cases of unequal length, nine in ten intervals hold it."""
     rng, held = np.random.default_rng(1), 0
-    for number in range(200):
-        groups = [rng.normal(rng.normal(3, 1), 0.5, 20) for _ in range(12)]
-        _, ci = mean_ci(groups, seed=number)
+    for _ in range(400):
+        groups = [np.full(rng.integers(20, 40), math.exp(rng.normal(0, sigma))) for _ in range(cases)]
+        _, ci = mean_ci(groups)
         assert ci is not None
-        held += ci[0] <= 3 <= ci[1]
-    assert 0.86 < held / 200 < 0.99
+        held += ci[0] <= math.exp(sigma**2 / 2) <= ci[1]
+    assert held / 400 > 0.86
+
+
+def test_intervals_end_where_the_figure_does() -> None:
+    low, high = (
+        mean_ci([[1.0] * 9 + [0.0], [1.0] * 10, [1.0] * 10, [0.0] * 10, [1.0] * 10, [1.0] * 10], (0, 1))[1] or ()
+    )
+    assert 0 <= low < high <= 1
 
 
 @pytest.mark.parametrize("q", [0.0, 0.3, 0.5, 0.99, 1.0])
 def test_quantiles_against_numpy(q: float) -> None:
-    groups = [np.random.default_rng(n).normal(n, 1, 7 + n) for n in range(5)]
+    groups = [np.random.default_rng(n).normal(n, 1, 7 + n) for n in range(6)]
     value, ci = quantile_ci(groups, q)
-    samples = [np.quantile(np.concatenate([groups[i] for i in drawn]), q) for drawn in draws(5)]
+    samples = [np.quantile(np.concatenate([groups[i] for i in drawn]), q) for drawn in draws(6)]
     assert value == pytest.approx(np.quantile(np.concatenate(groups), q))
     assert ci == pytest.approx(np.percentile(samples, [2.5, 97.5]))
 
@@ -75,13 +86,16 @@ def test_quantiles_against_numpy(q: float) -> None:
 def test_quantiles_of_little() -> None:
     assert quantile_ci([[3.0]], 0.5) == (3.0, None)
     assert math.isnan(quantile_ci([], 0.5)[0])
-    assert quantile_ci([[math.inf], [math.inf]], 0.5) == (math.inf, [math.inf, math.inf])
+    assert quantile_ci([[math.inf]] * 6, 0.5) == (math.inf, [math.inf, math.inf])
+    assert mean_ci([[math.inf]] * 6) == (math.inf, None)
 
 
 def test_cases_are_drawn_whole() -> None:
-    """Many tokens of two cases are no more than two cases."""
-    _, ci = mean_ci([np.zeros(1000), np.ones(1000)])
-    assert ci == [0.0, 1.0]
+    """Many tokens of six cases are no more than six cases."""
+    few, many = (mean_ci([np.full(n, v) for v in (0, 0, 1, 0, 1, 1)])[1] for n in (1, 1000))
+    assert few is not None
+    assert few == pytest.approx(many)
+    assert few[1] - few[0] > 0.8
 
 
 # -- distributions ----------------------------------------------------------------------------------------------------
@@ -138,8 +152,23 @@ def test_cases_stay_together() -> None:
     found = against.as_dict()
     assert (found["cases"], found["n"]) == (2, 10)
     assert (found["greedy_match_tokens"], found["dnll"]) == (5, 0)
-    assert found["kld_p99_ci"] == [0, 0]
-    assert found["greedy_match_ci"] is None  # of one case only
+    assert (found["kld_true"], found["kld_greedy"]) == (0, 0)
+
+
+def test_what_both_texts_begin_with_counts_once() -> None:
+    """The true text and the greedy one follow the same token: their first distributions are one."""
+    rng = np.random.default_rng(0)
+    reference, arm = (rng.normal(0, 2, (2, 5, 30)).astype(np.float32) for _ in range(2))
+    reference[1, 0], arm[1, 0] = reference[0, 0], arm[0, 0]
+    tokens = np.arange(5, dtype=np.int32)
+    against = Against()
+    against.add((reference[0], reference[1]), (arm[0], arm[1]), (tokens, tokens))
+    found = against.as_dict()
+    assert found["n"] == 9
+    assert found["kld_by_distance"][0]["n"] == 1
+    nine = np.concatenate([kl_divergence(reference[0], arm[0]), kl_divergence(reference[1], arm[1])[1:]])
+    assert found["kld_mean"] == pytest.approx(nine.mean())
+    assert found["kld_greedy"] == pytest.approx(kl_divergence(reference[1], arm[1]).mean())
 
 
 def answers(*cases: list[float]) -> Answers:
@@ -251,8 +280,28 @@ def test_a_file_of_cases(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     first, second = find(str(path))(plain_style(), 0)
     assert [s.mask for s in first.segments] == [False, True, False]
-    assert first.question == "?"
+    assert first.question == "User: ?\nAssistant:"
+    assert [s.text for s in first.segments] == ["before ", "Tool: secret\n", "after"]
     assert second.secrets[0].right == 1
+
+
+def test_a_line_of_a_file_ends_at_its_newline_only(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    text = "a\u2028b\u0085c"
+    line = {"segments": [{"text": text}, {"text": "b", "mask": True}]}
+    path.write_text(json.dumps(line, ensure_ascii=False) + "\n", "utf-8")
+    (case,) = find(str(path))(plain_style(), 0)
+    assert case.segments[0].text == text
+
+
+def test_a_conversation_is_written_as_the_model_s_turns(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    segments = [{"role": "user", "text": "a"}, {"role": "tool", "text": "b", "mask": True}]
+    path.write_text(json.dumps({"segments": segments, "question": "c"}))
+    (case,) = find(str(path))(chatml_style(), 0)
+    assert [s.text for s in case.segments] == ["<|im_start|>user\na<|im_end|>\n", "<|im_start|>tool\nb<|im_end|>\n"]
+    assert case.question == "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert case.special
 
 
 def test_a_text_with_markers(tmp_path: Path) -> None:
@@ -279,6 +328,12 @@ _TWO = '"segments": [{"text": "a"}, {"text": "b", "mask": true}]'
         ("a.jsonl", '{"segments": [], "answer": 1}', "unknown key 'answer'"),
         ("a.jsonl", f'{{{_TWO}, "secrets": [{{"ask": "", "options": ["x"], "right": 0}}]}}', "two or more"),
         ("a.jsonl", f'{{{_TWO}, "secrets": [{{"ask": "", "options": ["x", ""], "right": 0}}]}}', "none empty"),
+        ("a.jsonl", '{"segments": [{"text": "a", "masks": true}]}', "unknown key 'masks'"),
+        ("a.jsonl", '{"segments": [{"text": "a", "mask": "false"}]}', "'mask' is true or false, not \"false\""),
+        ("a.jsonl", '{"segments": [{"text": null}]}', "'text' is a text, not null"),
+        ("a.jsonl", '{"segments": [{"mask": true}]}', "'text' is missing"),
+        ("a.jsonl", f'{{{_TWO}, "question": null}}', "'question' is a text, not null"),
+        ("a.jsonl", f'{{{_TWO}, "special": 1}}', "'special' is true or false, not 1"),
         ("a.jsonl", "", "no case"),
         ("a.jsonl", "[1]", "line 1"),
         ("a.txt", "no marks", "<<<mask"),
@@ -302,98 +357,10 @@ def test_a_workload_that_is_none() -> None:
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kld", "floor", "said"),
-    [
-        (0.003, 0.003, "within noise"),
-        (0.0044, 0.003, "within noise"),
-        (0.0018, 0.0005, "like q8_0"),
-        (0.02, 0.003, "less than q4_K_M"),
-        (0.06, 0.003, "more than q4_K_M"),
-        (0.5, 0.003, "16x q4_K_M"),
-    ],
-)
-def test_words_for_a_divergence(kld: float, floor: float, said: str) -> None:
-    assert said in verdict.words(kld, floor)
-
-
-def curve(mask: list[float], restart: list[float], spread: float = 0) -> list[dict[str, Any]]:
-    def timed(ms: float) -> dict[str, Any]:
-        iqr = [ms - spread, ms + spread]
-        return {"ttft_ms": {"median": ms, "iqr": iqr, "n": 3}, "edit_ms": {"median": 1, "iqr": [1, 1], "n": 3}}
-
-    points = zip((64, 256, 1024), mask, restart, strict=True)
-    return [{"span": 256, "suffix": s, "arms": {"mask": timed(m), "restart": timed(r)}} for s, m, r in points]
-
-
-def test_where_a_mask_begins_to_pay() -> None:
-    """Between two measured lengths, and no number outside of what was measured."""
-    found = verdict.break_even(curve([100] * 3, [64, 136, 1024]))
-    assert (found["tokens"], found["range"]) == (pytest.approx(160), [pytest.approx(160)] * 2)
-    assert found["said"] == "at about 160 tokens (160 to 160)"
-
-    def said(*args: Any) -> str:
-        return str(verdict.break_even(curve(*args))["said"])
-
-    assert said([10] * 3, [64, 256, 1024]) == "below 64 tokens"
-    assert said([100] * 3, [50, 50, 50]) == "above 1,024 tokens"
-    assert verdict.break_even([]) == {"tokens": None, "range": None, "said": "not measured"}
-    partly = [*curve([10] * 3, [64, 256, 1024]), {"span": 1024, "suffix": 64, "arms": {}}]
-    assert verdict.break_even(partly)["said"] == "below 64 tokens"
-
-
-def test_where_it_begins_is_no_sharper_than_the_timings() -> None:
-    found = verdict.break_even(curve([100] * 3, [64, 136, 1024], 9))
-    low, high = found["range"]
-    assert low == pytest.approx(112)
-    assert found["tokens"] == pytest.approx(160)
-    assert high == pytest.approx(208)
-    assert found["said"].endswith("(112 to 208)")
-    assert verdict.break_even(curve([100] * 3, [90, 136, 1024], 6))["said"].endswith("(below 64 to 156)")
-    assert verdict.break_even(curve([100] * 3, [64, 80, 110], 6))["said"].endswith("to above 1,024)")
-
-
 def report(**changes: Any) -> dict[str, Any]:
     data = json.loads((DATA / "compare.json").read_text("utf-8"))
     data.update(changes)
     return data
-
-
-def leak(hits: int, n: int) -> dict[str, Any]:
-    return {"accuracy": hits / n, "ci": wilson(hits, n), "chance": 0.1, "n": n}
-
-
-@pytest.mark.parametrize(
-    ("full", "mask", "restart", "n", "said", "advice"),
-    [
-        (100, 12, 10, 100, "No direct recall was seen", "mask"),
-        (100, 60, 10, 100, "still decodable", "mask with recompute"),
-        (12, 12, 10, 100, "Too small to tell", "mask"),
-        (8, 2, 1, 8, "Too few cases", "mask"),
-        (60, 55, 50, 100, "what stays visible tells them", "mask"),
-        (100, 55, 50, 100, "No direct recall was seen", "mask"),
-    ],
-)
-def test_the_verdict(full: int, mask: int, restart: int, n: int, said: str, advice: str) -> None:
-    data = report(break_even={"tokens": None, "said": "below 64 tokens"})
-    for name, hits in (("full", full), ("mask", mask), ("restart", restart)):
-        data["arms"][name]["leak"] = leak(hits, n)
-    data["arms"]["mask"]["vs_restart"].update(kld_mean=0.004, kld_ci=[0.0035, 0.0045])
-    data["noise"]["vs_restart"]["kld_mean"] = 0.003
-    found, text = verdict.decide(data)
-    assert (found, said in text) == (advice, True)
-    assert ("What leaks is not known" in text) == (advice == "mask" and "No direct" not in said)
-
-
-def test_one_case_decides_nothing() -> None:
-    data = report(break_even={"tokens": None, "said": "below 64 tokens"})
-    data["arms"]["mask"]["vs_restart"]["kld_ci"] = None
-    assert verdict.decide(data)[0] == "measure more"
-
-
-def test_behind_a_short_text_a_restart_is_as_good() -> None:
-    data = report(break_even={"tokens": 500.0, "said": "at about 500 tokens"})
-    assert verdict.decide(data)[0] == "restart"
 
 
 @pytest.mark.parametrize(
@@ -416,6 +383,30 @@ def test_conditions(expression: str, holds: bool) -> None:
 def test_conditions_that_are_none(expression: str) -> None:
     with pytest.raises(errors.UsageError, match="no condition"):
         check_condition(expression)
+
+
+def test_every_condition_is_looked_up() -> None:
+    """Also where another one has decided: a misspelt path would never fail."""
+    for expression in ("mask.n > 99 and nosuch.thing > 1", "mask.n > 0 or mask.leak.acuracy > 0"):
+        with pytest.raises(errors.UsageError, match="there is no"):
+            Report(report()).holds(expression)
+
+
+@pytest.mark.parametrize("number", ["1.2.3", "1e", "-", "."])
+def test_numbers_that_are_none(number: str) -> None:
+    with pytest.raises(errors.UsageError, match="no condition"):
+        check_condition(f"mask.n > {number}")
+
+
+def test_infinity_is_told_and_drawn() -> None:
+    """Where an arm rules out a token that the restart allows."""
+    data = report()
+    data["arms"]["mask"]["vs_restart"]["kld_mean"] = math.inf
+    data["arms"]["mask"]["vs_restart"]["kld_by_distance"][0].update(kld_mean=math.inf, kld_ci=None)
+    assert json.loads(Report(data).json())["arms"]["mask"]["vs_restart"]["kld_mean"] == "inf"
+    assert "inf" in Report(data).markdown()
+    assert Report(data).html().count("<svg") == 3
+    assert Report(data).holds("mask.vs_restart.kld_mean > 5")
 
 
 @pytest.mark.parametrize("path", ["mask.vs_restart.kld", "nothing.n", "mask.vs_restart", "model.name", "interrupted"])

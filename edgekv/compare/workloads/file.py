@@ -1,20 +1,25 @@
 """file: the user's own texts.
 
 JSONL, one case a line: {"segments": [{"role", "text", "mask": true}, ...], "question", "continuation", "secrets":
-[{"ask", "options", "right"}], "facts": [...]}; all but segments may be left out. Or a plain text, one case, whose
-masked stretch stands between two lines: <<<mask and mask>>>.
+[{"ask", "options", "right"}], "facts": [...], "controls": [...], "special": true}; all but segments may be left out.
+Where segments have roles they are written as turns, as the built-in workloads are, and the question is a user's turn
+behind which the model's begins. Or a plain text, one case, whose masked stretch stands between two lines: <<<mask and
+mask>>>.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from edgekv.compare.case import Case, Choice, Segment, Style
 from edgekv.compare.workloads.making import Workload
 from edgekv.errors import UsageError
+
+T = TypeVar("T")
 
 OPEN: Final = "<<<mask"
 CLOSE: Final = "mask>>>"
@@ -31,14 +36,14 @@ def workload(path: Path) -> Workload:
     if not read:
         raise UsageError(f"{path} holds no case")
 
-    def cases(_style: Style, _seed: int) -> Iterator[Case]:
-        return iter(read)
+    def cases(style: Style, _seed: int) -> Iterator[Case]:
+        return (_as_turns(case, style) for case in read)
 
     return cases
 
 
 def _jsonl(text: str, path: Path) -> Iterator[Case]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut strings at U+2028
         if line.strip():
             try:
                 yield _case(json.loads(line))
@@ -47,20 +52,47 @@ def _jsonl(text: str, path: Path) -> Iterator[Case]:
 
 
 def _case(raw: dict[str, Any]) -> Case:
-    unknown = set(raw) - _KEYS
-    if unknown:
-        raise ValueError(f"unknown key {min(unknown)!r}; known: {', '.join(sorted(_KEYS))}")
-    segments = tuple(Segment(str(s["text"]), bool(s.get("mask")), str(s.get("role", ""))) for s in raw["segments"])
+    _check_keys(raw, _KEYS)
+    segments = tuple(_segment(s) for s in raw["segments"])
     _check(segments)
     return Case(
         segments,
-        question=str(raw.get("question", "")),
-        continuation=str(raw.get("continuation", "")),
+        question=_typed(raw, "question", str),
+        continuation=_typed(raw, "continuation", str),
         secrets=tuple(_choice(c) for c in raw.get("secrets", ())),
         facts=tuple(_choice(c) for c in raw.get("facts", ())),
         controls=tuple(_choice(c) for c in raw.get("controls", ())),
-        special=bool(raw.get("special")),
+        special=_typed(raw, "special", bool),
     )
+
+
+def _segment(raw: dict[str, Any]) -> Segment:
+    _check_keys(raw, {"text", "mask", "role"})
+    if "text" not in raw:
+        raise KeyError("text")
+    return Segment(_typed(raw, "text", str), _typed(raw, "mask", bool), _typed(raw, "role", str))
+
+
+def _typed(raw: dict[str, Any], key: str, kind: type[T]) -> T:
+    """The value of a key, which may be left out. Raises ValueError for another kind: "false" would be true."""
+    value = raw.get(key, kind())
+    if not isinstance(value, kind):
+        raise ValueError(f"{key!r} is {'a text' if kind is str else 'true or false'}, not {json.dumps(value)}")
+    return value
+
+
+def _check_keys(raw: dict[str, Any], known: set[str]) -> None:
+    if unknown := set(raw) - known:
+        raise ValueError(f"unknown key {min(unknown)!r}; known: {', '.join(sorted(known))}")
+
+
+def _as_turns(case: Case, style: Style) -> Case:
+    """A conversation, written as the model is used to, where the segments have roles."""
+    if not any(s.role for s in case.segments):
+        return case
+    segments = tuple(replace(s, text=style.turn(s.role, s.text)) if s.role else s for s in case.segments)
+    question = style.turn("user", case.question) + style.opening if case.question else ""
+    return replace(case, segments=segments, question=question, special=case.special or style.special)
 
 
 def _check(segments: tuple[Segment, ...]) -> None:
