@@ -13,8 +13,9 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from edgekv.compare.options import Options
 from edgekv.compare.report import Report
-from edgekv.compare.run import Options, Run, Watch
+from edgekv.compare.run import Run, Watch
 from edgekv.model import Model
 
 __all__ = ["Options", "Report", "Run", "run"]

@@ -15,7 +15,9 @@ from edgekv.compare import payoff, verdict
 from edgekv.compare.arms import SAME_COST
 from edgekv.compare.cost import BEFORE, Lengths, Timing
 from edgekv.compare.leak import Answers, channel_index
-from edgekv.compare.run import SUMMARY_TOKENS, Options, Results, Run
+from edgekv.compare.options import SUMMARY_TOKENS, Options
+from edgekv.compare.results import Results
+from edgekv.compare.run import Run
 from edgekv.errors import UsageError
 
 SCHEMA: Final = "edgekv.compare/1"
@@ -135,7 +137,7 @@ def _data(run: Run) -> dict[str, Any]:
             "file": run.model.path.name,
             "fingerprint": run.model.fingerprint,
             "kv_type": options.settings.kv_type,
-            "closes_gaps": run.closes_gaps,
+            "closes_gaps": run.setup.closes_gaps,
         },
         "settings": _settings(options),
         "workload": _workload(run),
@@ -148,7 +150,7 @@ def _data(run: Run) -> dict[str, Any]:
         "curve": [_point(lengths, timings) for lengths, timings in results.timings.items()],
         "interrupted": results.interrupted,
         "stopped": results.stopped,
-        "notes": run.notes,
+        "notes": run.setup.notes,
     }
     data["break_even"] = payoff.break_even(data, verdict.masking_arm(data["arms"]) or "mask")
     data["advice"], data["verdict"] = verdict.decide(data)

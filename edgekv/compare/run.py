@@ -4,180 +4,49 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Final
+from dataclasses import replace
 
 import numpy as np
 
 from edgekv._llama import uninterrupted
 from edgekv.compare import arms as arms_module
 from edgekv.compare import cost, leak
-from edgekv.compare.arms import ALWAYS, DEFAULT, OF_SUMMARY, SAME_COST, Piece, Stage, Texts, placebo_span
-from edgekv.compare.case import Case, Style, chatml_style, plain_style
+from edgekv.compare.arms import ALWAYS, SAME_COST, Piece, Stage, Texts, placebo_span
+from edgekv.compare.case import Case
 from edgekv.compare.consistency import Against, Rows
-from edgekv.compare.cost import Lengths, Timing
 from edgekv.compare.leak import Answers
+from edgekv.compare.options import SUMMARY_TOKENS, Options
 from edgekv.compare.prose import Writer
-from edgekv.compare.workloads import DEFAULT_CASES, FEW, NAMES, find
+from edgekv.compare.results import Results
+from edgekv.compare.setup import Setup
 from edgekv.engine import Engine
-from edgekv.errors import AuditFailed, EdgekvError, UsageError
+from edgekv.errors import AuditFailed, EdgekvError
 from edgekv.model import Model, TokenArray
-from edgekv.planner import NUM_SINKS
-from edgekv.prompt import has_chatml
 from edgekv.session import Session
-from edgekv.settings import Settings
-
-SUMMARY_TOKENS: Final = 96
 
 #: Called with (what is being done, work done, work in all); a unit of work is about a token read.
 Watch = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to run. cases: None for what suits the workload. compared: cases whose distributions are compared too
-    (the others are only asked). repeat: of each timing. suffix, span: tokens, of the curve. tokens: of the restart's
-    own continuation. most: of the true one that are compared."""
-
-    workload: str = "canary"
-    arms: tuple[str, ...] = ()
-    cases: int | None = None
-    compared: int = FEW
-    repeat: int = 5
-    suffix: tuple[int, ...] = (16, 64, 256, 1024)
-    span: tuple[int, ...] = (512,)
-    tokens: int = 48
-    most: int = 256
-    seed: int = 0
-    settings: Settings = field(default_factory=Settings)
-
-    def __post_init__(self) -> None:
-        for name in ("cases", "compared", "repeat", "tokens", "most"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} must be at least 1, not {value}")
-        if not self.suffix or not self.span or min(*self.suffix, *self.span) < 1:
-            raise UsageError("suffix and span are one or more lengths of at least 1 token")
-
-    @property
-    def num_cases(self) -> int | None:
-        """None for all there are, in the user's own file."""
-        return self.cases or (DEFAULT_CASES.get(self.workload, FEW) if self.workload in NAMES else None)
-
-    @property
-    def arm_names(self) -> tuple[str, ...]:
-        return arms_module.check(self.arms or (OF_SUMMARY if self.workload == "summary" else DEFAULT))
-
-    @property
-    def points(self) -> list[Lengths]:
-        return [Lengths(span, suffix) for span in self.span for suffix in self.suffix]
-
-
-@dataclass
-class Results:
-    """What was measured."""
-
-    timings: dict[Lengths, dict[str, Timing]] = field(default_factory=dict)
-    vs_restart: dict[str, Against] = field(default_factory=dict)
-    vs_full: dict[str, Against] = field(default_factory=dict)
-    secrets: dict[str, Answers] = field(default_factory=dict)
-    facts: dict[str, Answers] = field(default_factory=dict)
-    controls: dict[str, Answers] = field(default_factory=dict)
-    cases: int = 0
-    compared: int = 0
-    lengths: list[tuple[int, int]] = field(default_factory=list)  # tokens of a case: masked, behind the mask
-    placebos: list[tuple[int, int]] = field(default_factory=list)  # the same of the placebo
-    interrupted: bool = False
-    stopped: str = ""  # by which error
-
-    def add(self, case: Results) -> None:
-        """All of a case that was finished, so that every arm has the same cases."""
-        for mine, its in ((self.vs_restart, case.vs_restart), (self.vs_full, case.vs_full)):
-            for name, against in its.items():
-                mine.setdefault(name, Against()).extend(against)
-        for kept, new in ((self.secrets, case.secrets), (self.facts, case.facts), (self.controls, case.controls)):
-            for name, answers in new.items():
-                kept.setdefault(name, Answers()).extend(answers)
-        self.cases, self.compared = self.cases + case.cases, self.compared + case.compared
-        self.lengths += case.lengths
-        self.placebos += case.placebos
 
 
 class Run:
     """One run on a model; :meth:`all` does it, ``results`` holds what is there so far."""
 
     def __init__(self, model: Model, options: Options = Options(), watch: Watch = lambda *_: None) -> None:
-        if not model.capabilities.mask:
-            raise UsageError(f"there is nothing to compare: {model.capabilities.mask.reason}")
         self.model, self.options, self.watch = model, options, watch
+        self.setup = Setup(model, options)
+        self.names = self.setup.names
         self.results = Results()
-        self.style: Style = chatml_style() if has_chatml(model) else plain_style()
-        self._cases = list(islice(find(options.workload)(self.style, options.seed), options.num_cases))
-        self._texts = [Texts.of(case, model, options.seed + number) for number, case in enumerate(self._cases)]
-        self._check_cases()
-        self.names = tuple(n for n in options.arm_names if self._possible(n))
-        self.notes = [*self._notes(), *self._too_long()]
         self._done, self._total = 0, self._work()
-
-    def _possible(self, arm: str) -> bool:
-        """Whether this model's memory and these texts can play it: without shifts nothing moves."""
-        if arm == "placebo":
-            return all(placebo_span(texts)[1] for texts in self._texts)
-        return arm not in ("mask_keep_gap", "isolated", "cache_reuse") or self.closes_gaps
-
-    @property
-    def closes_gaps(self) -> bool:
-        return bool(self.model.close_gaps(self.options.settings.kv_type))
-
-    def _notes(self) -> list[str]:
-        """What a reader must know of arms that are not there, or not what their names say."""
-        left, notes = [n for n in self.options.arm_names if n not in self.names], []
-        if not self.closes_gaps:
-            why, absent = (
-                self.model.close_gaps(self.options.settings.kv_type).reason,
-                [n for n in left if n != "placebo"],
-            )
-            notes.append(
-                f"{why}: every mask keeps its gap" + (f", and there is no {', '.join(absent)}" if absent else "")
-            )
-        if "placebo" in left:
-            notes.append("No other stretch of visible text is long enough to be masked as a placebo")
-        return notes
-
-    def _too_long(self) -> list[str]:
-        """What a reader must know where texts are longer than the model can follow: so is no arm there."""
-        longest, trained = max(texts.num_tokens for texts in self._texts), self.model.n_ctx_train
-        if not trained or longest <= trained:
-            return []
-        return [f"A case reads {longest:,} tokens, more than the {trained:,} this model was trained on"]
-
-    def _check_cases(self) -> None:
-        """Raise UsageError, with the case, for what no arm could play: better now than after minutes."""
-        for number, (case, texts) in enumerate(zip(self._cases, self._texts, strict=True), 1):
-            if sum(len(p.tokens) for p in texts.before) < NUM_SINKS:
-                raise UsageError(f"case {number}: at least {NUM_SINKS} tokens must stand in front of what is masked")
-            for choice in (*case.secrets, *case.facts, *case.controls):
-                if pair := leak.hopeless(self.model, choice):
-                    raise UsageError(
-                        f"case {number}: the option {pair[1]!r} begins with the option {pair[0]!r}, so it "
-                        "could never be the likelier one; end both with the same mark"
-                    )
 
     def _work(self) -> int:
         points = sum(p.work(self.options.repeat) for p in self.options.points)
-        return points + sum(self._case_work(texts, number) for number, texts in enumerate(self._texts))
-
-    def _case_work(self, texts: Texts, number: int) -> int:
-        compared = number < self.options.compared
-        read = texts.num_tokens + 50 * len(self.names)
-        return read + (compared and (2 * self.options.tokens + 64) * len(self.names) + texts.num_tokens)
+        return points + sum(map(self.setup.work, range(len(self.setup.cases))))
 
     def all(self) -> Results:
         """Measure. Ctrl-C ends it and keeps what is finished."""
         try:
             self._measure_cost()
-            for number, case in enumerate(self._cases):
+            for number, case in enumerate(self.setup.cases):
                 self._measure_case(number, case)
         except KeyboardInterrupt:
             self.results.interrupted = True
@@ -212,7 +81,7 @@ class Run:
     # -- cases --------------------------------------------------------------------------------------------------
 
     def _measure_case(self, number: int, case: Case) -> None:
-        texts = self._texts[number]
+        texts = self.setup.texts[number]
         settings = replace(
             self.options.settings,
             n_ctx=self._room(case, texts),
@@ -233,7 +102,7 @@ class Run:
         found.placebos.append((stop - start, len(texts.everything) - stop))
         with uninterrupted():
             self.results.add(found)
-        self._step(f"case {number + 1} of {len(self._cases)}", self._case_work(texts, number))
+        self._step(f"case {number + 1} of {len(self.setup.cases)}", self.setup.work(number))
 
     def _room(self, case: Case, texts: Texts) -> int:
         """Cells for a case: everything, a restart beside it, copies of what moves, and what is read behind."""

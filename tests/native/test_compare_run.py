@@ -16,7 +16,8 @@ from edgekv.compare import arms, cost, leak, resident
 from edgekv.compare.arms import Stage, Texts, placebo_span
 from edgekv.compare.case import Choice, plain_style
 from edgekv.compare.cost import Lengths
-from edgekv.compare.run import Options, Run
+from edgekv.compare.options import Options
+from edgekv.compare.run import Run
 from edgekv.compare.workloads import find
 
 TinyPath = Callable[..., Path]
@@ -236,10 +237,10 @@ def test_texts_without_room_for_a_placebo_go_without(llama: Model, tmp_path: Pat
     segments = [{"text": "abcd"}, {"text": "Gone, as it is masked. ", "mask": True}, {"text": "Behind."}]
     tokens = len(llama.tokenize("abcd")) + 1
     run = Run(llama, replace(QUICK, workload=one_case(tmp_path, segments=segments)))
-    assert placebo_span(run._texts[0]) == ((0, 0) if tokens <= 4 else (4, tokens))
+    assert placebo_span(run.setup.texts[0]) == ((0, 0) if tokens <= 4 else (4, tokens))
     run = Run(llama, replace(QUICK, workload=one_case(tmp_path, segments=[{"text": "abc"}, *segments[1:]])))
     assert "placebo" not in run.names
-    assert run.notes == ["No other stretch of visible text is long enough to be masked as a placebo"]
+    assert run.setup.notes == ["No other stretch of visible text is long enough to be masked as a placebo"]
 
 
 def test_the_lengths_of_mask_and_placebo_are_told(llama: Model) -> None:
@@ -253,7 +254,7 @@ def test_the_lengths_of_mask_and_placebo_are_told(llama: Model) -> None:
 @pytest.mark.parametrize(("arms", "absent"), [((), "mask_keep_gap, cache_reuse, isolated"), (("mask",), "")])
 def test_kept_gaps_are_told_whatever_was_asked_for(tiny_path: TinyPath, arms: tuple[str, ...], absent: str) -> None:
     with Model(tiny_path("yarn")) as model:
-        (note,) = Run(model, replace(QUICK, arms=arms)).notes
+        (note,) = Run(model, replace(QUICK, arms=arms)).setup.notes
     assert "every mask keeps its gap" in note
     assert note.endswith(absent)
     assert ("there is no" in note) is bool(absent)
@@ -336,7 +337,7 @@ def test_facts_before_and_behind_are_asked_everywhere_and_the_control_once(llama
 @pytest.mark.parametrize(("trained", "said"), [(64, ["more than the 64 this model was trained on"]), (4096, [])])
 def test_texts_longer_than_it_was_trained_on_are_told(tiny_path: TinyPath, trained: int, said: list[str]) -> None:
     with Model(tiny_path("llama", n_ctx_train=trained)) as model:
-        notes = Run(model, QUICK).notes
+        notes = Run(model, QUICK).setup.notes
     assert len(notes) == len(said)
     assert all(what in note for what, note in zip(said, notes, strict=True))
 
