@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from edgekv import files
+from edgekv.compare.run import Run
+
 Edgekv = Callable[..., Any]
 TinyPath = Callable[..., Path]
 QUICK = ("--cases", "2", "--compared", "1", "--repeat", "1", "--suffix", "16", "--span", "32", "--threads", "1")
@@ -64,6 +67,38 @@ def test_fail_if(edgekv: Edgekv, tiny_path: TinyPath, limit: str, code: int) -> 
     assert ("--fail-if holds" in done.err) is bool(code)
 
 
+def test_a_file_that_cannot_be_written_costs_no_other(
+    edgekv: Edgekv, tiny_path: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = files.replace
+
+    def replace(path: Path, content: bytes) -> Path:
+        if path.suffix == ".html":
+            raise OSError(28, "No space left on device")
+        return right(path, content)
+
+    monkeypatch.setattr(files, "replace", replace)
+    page, table = tmp_path / "r.html", tmp_path / "r.csv"
+    done = edgekv("compare", tiny_path("llama"), *QUICK, "--html", page, "--csv", table)
+    assert done.code == 2
+    assert "r.html: No space left on device" in done.err.replace("\n", " ")
+    assert table.read_text("utf-8").startswith("arm,")
+    assert "Cost (" in done.out
+
+
+@pytest.mark.parametrize("condition", ["mask.n > 0", "mask.vs_restart.kld_mean > 0"])
+def test_a_run_that_was_interrupted_says_so_whatever_its_condition(
+    edgekv: Edgekv, tiny_path: TinyPath, monkeypatch: pytest.MonkeyPatch, condition: str
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_measure_case", interrupted)
+    done = edgekv("compare", tiny_path("llama"), *QUICK, "--fail-if", condition)
+    assert done.code == 130
+    assert "Interrupted" in done.out
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -75,6 +110,9 @@ def test_fail_if(edgekv: Edgekv, tiny_path: TinyPath, limit: str, code: int) -> 
         (["--html", "/nowhere/r.html"], "no such folder"),
         (["--json", "/tmp"], "it is a folder"),
         (["--cases", "0"], "--cases"),
+        (["--html", "-"], "--html - is not possible"),
+        (["--csv", "-"], "--csv - is not possible"),
+        (["--fail-if", "mask.n > 1.2.3"], "no condition"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(
