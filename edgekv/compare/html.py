@@ -40,6 +40,7 @@ font:16px/1.5 system-ui,sans-serif;max-width:1180px;margin:0 auto;padding:1.2rem
 .edgekv .scroll{overflow-x:auto}.edgekv table{border-collapse:collapse;font-size:.88rem;white-space:nowrap}
 .edgekv th,.edgekv td{padding:.25rem .7rem;border-bottom:1px solid var(--line);text-align:right}
 .edgekv th:first-child,.edgekv td:first-child{text-align:left;position:sticky;left:0;background:var(--bg)}
+@media(max-width:600px){.edgekv td:first-child{white-space:normal;max-width:7.5rem}}
 """
 
 

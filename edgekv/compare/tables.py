@@ -135,8 +135,11 @@ def cost_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
 
 
 def consistency_rows(data: dict[str, Any], reference: str) -> Iterable[Sequence[str]]:
-    """Each figure with its 95 % interval."""
-    yield ("", "KL mean", "median", "p99", "same top", "RMS dp", "dNLL", "same greedy tokens", "tokens", "in words")
+    """Each figure with its 95 % interval; KL also over each of the texts: the true one, and the restart's own."""
+    yield (
+        *("", "KL mean", "in words", "tokens", "true text", "own text", "median", "p99", "same top", "RMS dp", "dNLL"),
+        "same greedy tokens",
+    )
     floor = data["noise"][reference].get("kld_mean")
     arms = {**data["arms"], "noise": {reference: data["noise"][reference]}}
     for name, arm in arms.items():
@@ -145,14 +148,16 @@ def consistency_rows(data: dict[str, Any], reference: str) -> Iterable[Sequence[
             yield (
                 TITLES.get(name, "noise floor"),
                 _figure(vs, "kld_mean", "kld_ci", ".4f"),
+                "-" if name == "noise" or floor is None else words(vs, floor),
+                f"{vs['n']:,}",
+                _figure(vs, "kld_true", "kld_true_ci", ".4f"),
+                _figure(vs, "kld_greedy", "kld_greedy_ci", ".4f"),
                 _figure(vs, "kld_median", "kld_median_ci", ".4f"),
                 _figure(vs, "kld_p99", "kld_p99_ci", ".3f"),
                 _figure(vs, "same_top", "same_top_ci", ".0%"),
                 _figure(vs, "rms_dp", "rms_dp_ci", ".3f"),
                 _figure(vs, "dnll", "dnll_ci", "+.3f"),
                 _figure(vs, "greedy_match_tokens", "greedy_match_ci", ".0f"),
-                f"{vs['n']:,}",
-                "-" if name == "noise" or floor is None else words(vs, floor),
             )
 
 
@@ -167,7 +172,7 @@ def leak_rows(data: dict[str, Any]) -> Iterable[Sequence[str]]:
 
 def _facts(facts: dict[str, Any]) -> str:
     parts = [f"{part} {facts[part]['accuracy']:.0%}" for part in ("before", "behind") if part in facts]
-    return _share(facts) + (f" ({', '.join(parts)})" if parts else "")
+    return ", ".join([_figure(facts, "accuracy", "ci", ".0%"), *parts])
 
 
 def _leak(leak: dict[str, Any]) -> tuple[str, ...]:
