@@ -73,18 +73,18 @@ def break_even(data: dict[str, Any], arm: str) -> dict[str, Any]:
         _crossing([(g.suffix, getattr(g, which)) for g in rows]) for which in ("most", "middle", "least")
     )
     if math.isnan(tokens):
-        return {"tokens": None, "range": None, "said": "not at one length: the timings differ too much"}
+        return {"tokens": None, "range": None, "said": "at no one length, as the timings differ too much"}
     low, high = (first if math.isnan(low) else low), (math.inf if math.isnan(high) else high)
     ends = [end if first < end <= last else None for end in (low, high)]
     worst = f"{high:,.0f}" if high <= last else f"above {last:,}"
-    at = f"with {points[0]['span']:,} masked"
+    behind = f"tokens behind {points[0]['span']:,} masked"
     if tokens <= first:
-        said = f"below {first:,} tokens ({at if high <= first else f'{worst} at the worst; {at}'})"
+        said = f"below {first:,} {behind}" + ("" if high <= first else f" ({worst} at the worst)")
         return {"tokens": None, "range": ends, "said": said}
     if tokens > last:
-        return {"tokens": None, "range": ends, "said": f"above {last:,} tokens, if at all ({at})"}
+        return {"tokens": None, "range": ends, "said": f"above {last:,} {behind}, if anywhere"}
     best = f"{low:,.0f}" if low > first else f"below {first:,}"
-    return {"tokens": tokens, "range": ends, "said": f"at about {tokens:,.0f} tokens ({best} to {worst}; {at})"}
+    return {"tokens": tokens, "range": ends, "said": f"at about {tokens:,.0f} {behind} ({best} to {worst})"}
 
 
 def _crossing(points: list[tuple[int, float]]) -> float:

@@ -58,7 +58,7 @@ def decide(data: dict[str, Any]) -> tuple[str, str]:
         mine, restart = (arms[n]["facts"]["accuracy"] for n in (name, "restart"))
         said.append(f"It finds {mine:.0%} of the facts that stayed visible, a restart {restart:.0%}.")
     if data["break_even"]["said"] != "not measured":
-        said.append(f"A mask begins to pay {data['break_even']['said']}.")
+        said.append(f"Break-even lies {data['break_even']['said']}.")
     advice = _advice(data, name, floor, gives_away=leaks == "leaks" or lost)
     said.append(_ADVICE[advice].format(again=_again(data["workload"]["tokens_behind"])))
     if advice in ("mask", "isolate") and leaks != "nothing":

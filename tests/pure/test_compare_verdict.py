@@ -66,7 +66,7 @@ def test_a_mask_that_is_good_enough(data: dict[str, Any]) -> None:
     assert "Over 8 cases with about 300 tokens masked and 100 behind" in said
     assert "less than q4_K_M weights (noise floor 0.0030)" in said
     assert "No direct recall was seen: 12%" in said
-    assert said.endswith("A mask begins to pay below 64 tokens (with 256 masked). Mask and go on.")
+    assert said.endswith("Break-even lies below 64 tokens behind 256 masked. Mask and go on.")
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -102,20 +102,23 @@ def test_where_a_mask_begins_to_pay() -> None:
     """Between two measured lengths, and no number outside of what was measured."""
     found = even(curve([100] * 3, [64, 136, 1024]))
     assert (found["tokens"], found["range"]) == (pytest.approx(160), [pytest.approx(160)] * 2)
-    assert found["said"] == "at about 160 tokens (160 to 160; with 256 masked)"
-    assert even(curve([10] * 3, [64, 256, 1024]))["said"] == "below 64 tokens (with 256 masked)"
-    assert even(curve([100] * 3, [50, 50, 50]))["said"] == "above 1,024 tokens, if at all (with 256 masked)"
+    assert found["said"] == "at about 160 tokens behind 256 masked (160 to 160)"
+    assert even(curve([10] * 3, [64, 256, 1024]))["said"] == "below 64 tokens behind 256 masked"
+    assert even(curve([100] * 3, [50, 50, 50]))["said"] == "above 1,024 tokens behind 256 masked, if anywhere"
     assert even([]) == {"tokens": None, "range": None, "said": "not measured"}
 
 
 def test_where_it_begins_is_no_sharper_than_the_turns() -> None:
     found = even(curve([100] * 3, [64, 136, 1024], 9))
     assert found["range"] == [pytest.approx(112), pytest.approx(208)]
-    assert found["said"] == "at about 160 tokens (112 to 208; with 256 masked)"
-    assert "(below 64 to 156; " in even(curve([100] * 3, [90, 136, 1024], 6))["said"]
-    assert "to above 1,024; " in even(curve([100] * 3, [64, 80, 110], 6))["said"]
-    assert "below 64 tokens (124 at the worst; " in even(curve([100] * 3, [101, 136, 1024], 6))["said"]
-    assert "below 64 tokens (above 1,024 at the worst; " in even(curve([100] * 3, [101, 101, 101], 6))["said"]
+    assert found["said"] == "at about 160 tokens behind 256 masked (112 to 208)"
+    assert "(below 64 to 156)" in even(curve([100] * 3, [90, 136, 1024], 6))["said"]
+    assert "to above 1,024)" in even(curve([100] * 3, [64, 80, 110], 6))["said"]
+    assert "below 64 tokens behind 256 masked (124 at the worst)" in even(curve([100] * 3, [101, 136, 1024], 6))["said"]
+    assert (
+        "below 64 tokens behind 256 masked (above 1,024 at the worst)"
+        in even(curve([100] * 3, [101, 101, 101], 6))["said"]
+    )
 
 
 @pytest.mark.parametrize("restart", [[101, 90, 1000], [101, 90, 80]])
@@ -123,14 +126,14 @@ def test_no_length_where_the_gain_comes_and_goes(restart: list[float]) -> None:
     assert even(curve([100] * 3, restart)) == {
         "tokens": None,
         "range": None,
-        "said": "not at one length: the timings differ too much",
+        "said": "at no one length, as the timings differ too much",
     }
 
 
 def test_the_span_is_that_nearest_to_the_cases() -> None:
     both = [*curve([100] * 3, [64, 136, 1024], span=256), *curve([10] * 3, [64, 256, 1024], span=4096)]
-    assert "with 256 masked" in even(both, 300)["said"]
-    assert "with 4,096 masked" in even(both, 3000)["said"]
+    assert "behind 256 masked" in even(both, 300)["said"]
+    assert "behind 4,096 masked" in even(both, 3000)["said"]
 
 
 @pytest.mark.parametrize(("off", "n", "sooner"), [(0, 5, True), (40, 5, True), (60, 5, None), (0, 3, None)])
