@@ -53,7 +53,7 @@ class Texts:
             return model.tokenize(text, special=case.special)
 
         pieces = [Piece(f"s{n}", tokens(s.text), s.mask) for n, s in enumerate(case.segments)]
-        own = bool(len(pieces[0].tokens)) and pieces[0].tokens[0] == model.bos  # the user wrote it, as a control token
+        own = bool(len(pieces[0].tokens)) and pieces[0].tokens[0] == model.bos  # written out by the user
         if model.bos is not None and not own:
             pieces.insert(0, Piece("begin", np.asarray([model.bos], np.int32), mask=False))
         first = case.first_masked + len(pieces) - len(case.segments)
