@@ -24,7 +24,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> TinyPath:
     folder = tmp_path_factory.mktemp("tiny")
 
     def path(kind: str = "llama", *, seed: int = 0, n_ctx_train: int = 4096) -> Path:
-        file = folder / f"{kind}-{seed}-{n_ctx_train}.gguf"
+        file = folder / (f"{kind}-{seed}.gguf" if n_ctx_train == 4096 else f"{kind}-{seed}-{n_ctx_train}.gguf")
         return file if file.exists() else tiny.write(file, kind, seed=seed, n_ctx_train=n_ctx_train)
 
     return path
