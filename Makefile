@@ -19,7 +19,7 @@ setup: .venv/.ready ## build llama.cpp and install edgekv into .venv
 demo: setup ## mask-and-continue against restart, on SmolLM2, and a short report.html
 	$(BIN)/edgekv demo
 	@echo && echo "A short comparison of more arms, with charts:"
-	@$(BIN)/edgekv compare --arms mask,mask_auto,isolated --cases 5 --compared 5 --repeat 4 --suffix 64,256 --span 256 --html report.html > /dev/null
+	@$(BIN)/edgekv compare --arms mask,isolated --cases 5 --compared 5 --repeat 4 --suffix 32,128 --span 192 --html report.html > /dev/null
 
 test: setup models ## the whole test suite, real models included
 	$(BIN)/python -m pytest -m 'not slow'
