@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 from edgekv.compare.verdict import words
+from edgekv.receipts import count
 
 TITLES: Final = {
     "full": "nothing hidden",
@@ -38,7 +39,7 @@ def header(data: dict[str, Any]) -> str:
     noise = f" Noise floor: KL {floor:.4f}, the restart in other batches." if floor is not None else ""
     return (
         f"{model['name']} ({model['file']}), {model['kv_type']} KV, {machine['cpu']}, {machine['threads']} threads, "
-        f"llama.cpp {machine['build']['llama_cpp']}. Workload {work['name']}: {work['cases']} cases, "
+        f"llama.cpp {machine['build']['llama_cpp']}. Workload {work['name']}: {count(work['cases'], 'case')}, "
         f"{work['compared']} of them compared token by token{lengths}; seed {data['settings']['seed']}."
         f"{noise}{cut}{notes}"
     )

@@ -12,12 +12,14 @@ from typing import Any, Final
 from edgekv.compare.arms import SAME_COST
 from edgekv.compare.payoff import TURNS, gain, nearest
 from edgekv.edits import BUDGET
+from edgekv.receipts import count
 
 Q8_0: Final = 0.0014
 Q4_K_M: Final = 0.031
 _NOISE: Final = 1.5  # times the floor: the upper end of what another day's noise floor would be
 _TELLS: Final = 0.05  # of the channel index: more of the span's information than a rounding
 _RULED_OUT: Final = 0.2  # of what can be found with the span in view: what "nothing" must rule out
+_WIDE: Final = 0.4  # an interval that tells nothing of the model: that of fewer than about twenty answers
 _UNCLEAR: Final = ("too few cases", "not clear", "the noise is too large")
 
 #: The arms a verdict may be about, by what it would advise
@@ -110,7 +112,7 @@ def _near(data: dict[str, Any], name: str, floor: float | None) -> str:
     spread = " ({:.4f}-{:.4f})".format(*vs["kld_ci"]) if vs["kld_ci"] else ""
     lengths = f"about {work['tokens_masked']:.0f} tokens masked and {work['tokens_behind']:.0f} behind"
     return (
-        f"Over {vs['cases']} cases with {lengths}, it differs from a restart by a mean KL of "
+        f"Over {count(vs['cases'], 'case')} with {lengths}, it differs from a restart by a mean KL of "
         f"{vs['kld_mean']:.4f}{spread}: {words(vs, floor)} (noise floor {floor:.4f})."
     )
 
@@ -146,9 +148,11 @@ def leak_words(arms: dict[str, Any], name: str) -> tuple[str, str]:
 
 
 def _too_small(full: dict[str, Any], restart: dict[str, Any]) -> str:
+    seen = f"with the span in view the model finds {full['accuracy']:.0%} of its codes"
+    if full["ci"][1] - full["ci"][0] > _WIDE:
+        return f"Too few cases to tell what leaks: {seen} (n {full['n']})."
     if restart["ci"][0] > restart["chance"]:
         return f"A restart finds {restart['accuracy']:.0%} of the codes: what stays visible tells them."
-    seen = f"with the span in view the model finds {full['accuracy']:.0%} of its codes"
     return f"Too small to tell what leaks: {seen} (n {full['n']})."
 
 

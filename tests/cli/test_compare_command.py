@@ -29,7 +29,7 @@ def test_tables_and_a_verdict(edgekv: Edgekv, tiny_path: TinyPath) -> None:
     ):
         assert said in done.out
     assert "\x1b" not in done.out
-    assert "Too small to tell" in re.sub(r"\s+", " ", done.out)
+    assert "Too few cases to tell" in re.sub(r"\s+", " ", done.out)
 
 
 def test_files_and_json(edgekv: Edgekv, tiny_path: TinyPath, tmp_path: Path) -> None:

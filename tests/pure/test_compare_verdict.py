@@ -164,6 +164,7 @@ def test_equal_arms_are_seldom_called_different() -> None:
         (100, 60, 10, 100, "still decodable", "mask with recompute"),
         (12, 12, 10, 100, "Too small to tell", "mask"),
         (8, 2, 1, 8, "Too few cases", "mask"),
+        (1, 1, 1, 1, "Too few cases", "mask"),  # whatever its size
         (35, 16, 10, 100, "Too few cases", "mask"),  # of what could be found at all, a quarter is not ruled out
         (60, 55, 50, 100, "what stays visible tells them", "mask"),
     ],
