@@ -52,6 +52,11 @@ class Case:
     special: bool = False
 
     @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All that is asked."""
+        return (*self.secrets, *self.facts, *self.controls)
+
+    @property
     def first_masked(self) -> int:
         """The number of segments in front of the first masked one, which every arm shares."""
         return next(i for i, segment in enumerate(self.segments) if segment.mask)

@@ -28,12 +28,10 @@ class Results:
 
     def add(self, case: Results) -> None:
         """All of a case that was finished, so that every arm has the same cases."""
-        for mine, its in ((self.vs_restart, case.vs_restart), (self.vs_full, case.vs_full)):
-            for name, against in its.items():
-                mine.setdefault(name, Against()).extend(against)
-        for kept, new in ((self.secrets, case.secrets), (self.facts, case.facts), (self.controls, case.controls)):
-            for name, answers in new.items():
-                kept.setdefault(name, Answers()).extend(answers)
+        for what in ("vs_restart", "vs_full", "secrets", "facts", "controls"):
+            mine = getattr(self, what)
+            for name, more in getattr(case, what).items():
+                mine.setdefault(name, type(more)()).extend(more)
         self.cases, self.compared = self.cases + case.cases, self.compared + case.compared
         self.lengths += case.lengths
         self.placebos += case.placebos

@@ -171,7 +171,6 @@ class Run:
 
 def _longest_ask(model: Model, case: Case) -> int:
     """Tokens of the longest question with its longest option."""
-    choices = (*case.secrets, *case.facts, *case.controls)
     return max(
-        (len(model.tokenize(c.ask)) + max(len(model.tokenize(o)) for o in c.options) for c in choices), default=0
+        (len(model.tokenize(c.ask)) + max(len(model.tokenize(o)) for o in c.options) for c in case.choices), default=0
     )

@@ -76,7 +76,7 @@ class Setup:
         for number, (case, texts) in enumerate(zip(self.cases, self.texts, strict=True), 1):
             if sum(len(p.tokens) for p in texts.before) < NUM_SINKS:
                 raise UsageError(f"case {number}: at least {NUM_SINKS} tokens must stand in front of what is masked")
-            for choice in (*case.secrets, *case.facts, *case.controls):
+            for choice in case.choices:
                 if pair := leak.hopeless(self.model, choice):
                     raise UsageError(
                         f"case {number}: the option {pair[1]!r} begins with the option {pair[0]!r}, so it "

@@ -69,6 +69,8 @@ def quantile_ci(groups: Sequence[Numbers], q: float) -> tuple[float, Interval]:
     values, owner = np.concatenate(kept), np.repeat(np.arange(len(kept)), [len(g) for g in kept])
     order = np.argsort(values, kind="stable")
     values, owner = values[order], owner[order]
+    if len(kept) < FEWEST:
+        return _quantile(values, q), None
     times = np.stack([np.bincount(drawn, minlength=len(kept)) for drawn in draws(len(kept))])
     samples = np.array([_quantile(np.repeat(values, each[owner]), q) for each in times])
     return _quantile(values, q), interval(samples, len(kept))
