@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from edgekv.compare.arms import SAME_COST
 
@@ -42,19 +42,22 @@ def gain(point: dict[str, Any], arm: str) -> Gain | None:
     return Gain(point["suffix"], r_least - most, restart["median"] - mine["median"], r_most - least, turns)
 
 
-def nearest(data: dict[str, Any], arm: str) -> dict[str, Any] | None:
-    """The point of the curve that is nearest to the lengths of the cases, as a ratio; the smallest without cases."""
-    points = _at_one_span(data, arm)
+Timed: TypeAlias = tuple[dict[str, Any], Gain]
+
+
+def nearest(data: dict[str, Any], arm: str) -> Timed | None:
+    """The point of the curve, and the gain there, nearest to the lengths of the cases, as a ratio; the smallest
+    without cases."""
     behind = max(1, data["workload"]["tokens_behind"] or 1)
-    return min(points, key=lambda p: abs(math.log(p["suffix"] / behind)), default=None)
+    return min(_at_one_span(data, arm), key=lambda t: abs(math.log(t[1].suffix / behind)), default=None)
 
 
-def _at_one_span(data: dict[str, Any], arm: str) -> list[dict[str, Any]]:
+def _at_one_span(data: dict[str, Any], arm: str) -> list[Timed]:
     """The points of the span that is nearest to what the cases mask, in order of the suffix."""
-    points = [p for p in data["curve"] if gain(p, arm)]
+    timed = [(p, found) for p in data["curve"] if (found := gain(p, arm))]
     masked = max(1, data["workload"]["tokens_masked"] or 1)
-    span = min((p["span"] for p in points), key=lambda s: abs(math.log(s / masked)), default=None)
-    return sorted((p for p in points if p["span"] == span), key=lambda p: int(p["suffix"]))
+    span = min((p["span"] for p, _ in timed), key=lambda s: abs(math.log(s / masked)), default=None)
+    return sorted((t for t in timed if t[0]["span"] == span), key=lambda t: t[1].suffix)
 
 
 def break_even(data: dict[str, Any], arm: str) -> dict[str, Any]:
@@ -64,8 +67,8 @@ def break_even(data: dict[str, Any], arm: str) -> dict[str, Any]:
     ``range``: the same for the best and the worst gain; None for an end outside of what was measured. No number is
     given outside of it, nor where the gain changes its sign more than once.
     """
-    points = _at_one_span(data, arm)
-    rows = [found for p in points if (found := gain(p, arm))]
+    timed = _at_one_span(data, arm)
+    rows = [found for _, found in timed]
     if len(rows) < 2:
         return {"tokens": None, "range": None, "said": "not measured"}
     first, last = rows[0].suffix, rows[-1].suffix
@@ -77,7 +80,7 @@ def break_even(data: dict[str, Any], arm: str) -> dict[str, Any]:
     low, high = (first if math.isnan(low) else low), (math.inf if math.isnan(high) else high)
     ends = [end if first < end <= last else None for end in (low, high)]
     worst = f"{high:,.0f}" if high <= last else f"above {last:,}"
-    behind = f"tokens behind {points[0]['span']:,} masked"
+    behind = f"tokens behind {timed[0][0]['span']:,} masked"
     if tokens <= first:
         said = f"below {first:,} {behind}" + ("" if high <= first else f" ({worst} at the worst)")
         return {"tokens": None, "range": ends, "said": said}

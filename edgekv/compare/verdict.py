@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from edgekv.compare.arms import SAME_COST
-from edgekv.compare.payoff import TURNS, gain, nearest
+from edgekv.compare.payoff import TURNS, nearest
 from edgekv.edits import BUDGET
 from edgekv.receipts import count
 
@@ -93,10 +93,10 @@ def _again(behind: float | None) -> str:
 
 
 def _sooner(data: dict[str, Any], name: str) -> str:
-    point = nearest(data, name)
-    found = point and gain(point, name)
-    if not point or not found:
+    timed = nearest(data, name)
+    if timed is None:
         return f"The arm {name} was not timed."
+    point, found = timed
     begin = f"With {point['span']:,} tokens masked and {point['suffix']:,} behind, the nearest lengths timed, {name}"
     if found.sooner is None:
         return f"{begin} was not seen to answer sooner than a restart (n {found.turns})."
@@ -179,10 +179,9 @@ def _advice(data: dict[str, Any], name: str, floor: float | None, *, gives_away:
     said = words(arms[name]["vs_restart"], floor) if arms[name]["vs_restart"] and floor is not None else _UNCLEAR[0]
     if said in _UNCLEAR:
         return "measure more"
-    point = nearest(data, name)
-    saved = gain(point, name) if point else None
-    if _ADVISED[name] == "mask" and (saved is None or not saved.sooner):
-        return "restart" if saved and saved.turns >= TURNS else "measure more"
+    timed = nearest(data, name)
+    if _ADVISED[name] == "mask" and (timed is None or not timed[1].sooner):
+        return "restart" if timed and timed[1].turns >= TURNS else "measure more"
     if said in ("within noise", "like q8_0 weights", "less than q4_K_M weights"):
         return _ADVISED[name]
     if floor is not None and (behind or 0) > BUDGET and _isolation_helps(arms, floor):
