@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,14 @@ from ._llama import lib
 from .capabilities import Capability
 from .columns import CellRun
 from .errors import AuditFailed, ContextFull, DecodeFailed, MaskUnsupported, UsageError
+from .memory import MIB
 from .model import Model
 from .settings import KEEPER, SCRATCH
 from .steps import Move
 
 MAX_POS: Final = (1 << 31) - 1
+_SLICE_BYTES: Final = 16 * MIB  # of K and V at once outside the cache, so that small boards need little RAM beside it
+Blob: TypeAlias = npt.NDArray[np.uint8]
 _ALL: Final = -1  # llama.h: p0 or p1 < 0 is every position
 
 
@@ -35,7 +38,7 @@ class Cells:
     ``used`` counts the cells in use, ``peak`` is the most there were since the context began or was compacted.
     """
 
-    def __init__(self, ctx: Any, model: Model, num_sequences: int, close_gaps: Capability) -> None:
+    def __init__(self, ctx: Any, model: Model, num_sequences: int, close_gaps: Capability, cell_bytes: int) -> None:
         self._ctx = ctx
         self._memory = lib.llama_get_memory(ctx)
         self._model = model
@@ -43,6 +46,9 @@ class Cells:
         self.num_sequences: Final = num_sequences
         self.size: Final[int] = lib.llama_n_ctx(ctx)
         self.windowed: Final = model.n_swa > 0 and bool(model.capabilities.mask)
+        self._slice = max(1, _SLICE_BYTES // max(1, cell_bytes))
+        if self.windowed:  # the state of a sequence leaves out what lies outside its window
+            self._slice = min(self._slice, max(1, model.n_swa // 2))
         self.used = self.peak = 0
         self.pending_shift = False
 
@@ -102,26 +108,48 @@ class Cells:
     def own(self, run: CellRun) -> None:
         """Replace a sequence's cells by copies nobody else holds; another sequence must hold the old ones.
 
-        The way is out of the cache and back in (llama_state_seq_*), so no shift may be pending. A sequence's state
-        leaves out what lies outside its window: so with a window this goes in slices that lie inside.
+        The way is out of the cache and back in, so no shift may be pending.
         """
+        for part, blob in self.copies(run):
+            self.put(part._replace(seq=SCRATCH), blob)
+            self._leave(part)
+            self._copy(SCRATCH, part.seq, part.p0, part.p1)
+            self._leave(part._replace(seq=SCRATCH))
+
+    def copies(self, run: CellRun) -> Iterator[tuple[CellRun, Blob]]:
+        """Copies of a sequence's cells as llama.cpp writes them, slice by slice; the cells stay. No shift may be
+        pending. (llama_state_seq_get_data; by way of scratch, as it takes whole sequences.)"""
         if self.pending_shift:
             raise UsageError("cells cannot be copied while a shift is pending")
-        for part in self._slices(run):
+        for p0 in range(run.p0, run.p1, self._slice):
+            part = CellRun(run.seq, p0, min(run.p1, p0 + self._slice))
             self.share(part, SCRATCH)
             try:
                 blob = self.save(SCRATCH)
             finally:
                 self._leave(part._replace(seq=SCRATCH))
-            self.load(SCRATCH, blob)
-            self.taken(part._replace(seq=SCRATCH))
-            self._leave(part)
-            self._copy(SCRATCH, part.seq, part.p0, part.p1)
-            self._leave(part._replace(seq=SCRATCH))
+            yield part, blob
 
-    def _slices(self, run: CellRun) -> Iterator[CellRun]:
-        width = max(1, self._model.n_swa // 2) if self.windowed else run.p1 - run.p0
-        return (CellRun(run.seq, p0, min(run.p1, p0 + width)) for p0 in range(run.p0, run.p1, width))
+    def put(self, run: CellRun, blob: Blob) -> None:
+        """Copies that :meth:`copies` gave come into free cells of an empty sequence, at the positions they had.
+
+        Raises AuditFailed when the blob holds others, ContextFull when no cells are free; then nothing has changed.
+        """
+        held = state_blob.positions(blob, cell_extra=self._cell_extra)
+        wanted = np.arange(run.p0, run.p1, dtype=np.int32)
+        if not all(np.array_equal(cache, wanted) for cache in held) or not held:
+            raise AuditFailed(f"these K and V are not those of positions [{run.p0}, {run.p1})")
+        self.load(run.seq, blob)
+        self.taken(run)
+
+    def cut(self, blob: Blob, p0: int, p1: int) -> Blob:
+        """The part of a blob at positions [p0, p1)."""
+        return state_blob.select(blob, p0, p1, cell_extra=self._cell_extra)
+
+    @property
+    def _cell_extra(self) -> int:
+        """Bytes that llama.cpp writes a cell beyond the usual (llama_kv_cell_ext)."""
+        return 12 if self._model.has_mrope else 0
 
     def remove(self, run: CellRun) -> None:
         """Take cells out of a sequence for good, and out of the keeper too.
@@ -169,8 +197,9 @@ class Cells:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def save(self, seq: int) -> npt.NDArray[np.uint8]:
-        """uint8 (n,): the K and V of a sequence as llama.cpp writes them; no shift may be pending."""
+    def save(self, seq: int) -> Blob:
+        """uint8 (n,): the state of a sequence as llama.cpp writes it; no shift may be pending. With a window, what lies
+        outside it is left out."""
         self.check_seq(seq)
         size = lib.llama_state_seq_get_size(self._ctx, seq)
         blob = np.empty(size, np.uint8)
@@ -178,7 +207,7 @@ class Cells:
             raise AuditFailed(f"llama.cpp did not give the state of sequence {seq}")
         return blob
 
-    def load(self, seq: int, blob: npt.NDArray[np.uint8]) -> None:
+    def load(self, seq: int, blob: Blob) -> None:
         """Put a state that :meth:`save` gave into an empty sequence, into any free cells."""
         if self.last_position(seq) >= 0:
             raise UsageError(f"sequence {seq} is not empty: a load would lose what it holds")
@@ -222,7 +251,7 @@ class Cells:
             self._leave(CellRun(SCRATCH, p0, p0 + width))
 
     def _blob_positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
-        return state_blob.positions(self.save(seq).data, cell_extra=12 if self._model.has_mrope else 0)
+        return state_blob.positions(self.save(seq), cell_extra=self._cell_extra)
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -246,5 +275,5 @@ class Cells:
             raise UsageError(f"[{run.p0}, {run.p1}) is no range of positions")
 
 
-def _bytes(blob: npt.NDArray[np.uint8]) -> Any:
+def _bytes(blob: Blob) -> Any:
     return blob.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

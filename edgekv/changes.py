@@ -7,15 +7,17 @@ finds the steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from .columns import CellRun, Columns, Flags, State, runs_of
+from .columns import NO_BLOB, CellRun, Columns, Flags, State, runs_of
 from .errors import MaskUnsupported
 from .history import clip
 from .layout import return_steps, shift_steps, wanted_positions
 from .ledger import Ledger
-from .plans import Original, Plan
+from .plans import Load, Original, Plan
+from .settings import ASIDE
 from .shares import PRIVATE
 from .spans import Range, runs
 from .steps import Drop, Move, Own, Step
@@ -43,21 +45,24 @@ class Changes:
         if not self._ledger.has_cells:
             return self._restart(after, edited, gap)
         after.free_tail()
+        parks = tuple(now.cell_runs(now.in_cells & after.parked))
+        loads = self._loads(now.parked & after.in_cells, after)
+        after.blob[~after.parked] = NO_BLOB
         chosen = now.in_cells & ~after.in_cells
         originals = tuple(o for o in self._ledger.originals if not chosen[o.row])
         steps: list[Step] = [self._drop(run) for run in now.cell_runs(chosen)]
         steps += [self._drop_original(o) for o in self._ledger.originals if chosen[o.row]]
-        steps += self._archive_steps(now.visible & after.where(State.MASKED), after, originals)
+        steps += self._archive_steps((now.visible | now.parked) & after.where(State.MASKED), after, originals)
         if not relayout:
-            return Plan(tuple(steps), after, originals, edited, gap=gap)
+            return Plan(tuple(steps), after, originals, edited, gap=gap, parks=parks, loads=loads)
         back = tuple(o for o in originals if self._view_is_back(o, after))
         originals = tuple(o for o in originals if o not in back)
         steps += self._lay_out(after, back, still)
-        return Plan(tuple(steps), after, originals, edited, tuple(o.row for o in back), gap)
+        return Plan(tuple(steps), after, originals, edited, tuple(o.row for o in back), gap, parks, loads)
 
     def _restart(self, after: Columns, edited: tuple[Range, ...], gap: str) -> Plan:
         """Where tokens have no cells: the visible ones are read again from the start, the others are gone."""
-        after.state[after.where(State.MASKED)] = State.EVICTED
+        after.state[after.where(State.MASKED) | after.parked] = State.EVICTED
         after.reserved[:] = False
         after.pos[after.visible] = np.arange(np.count_nonzero(after.visible), dtype=np.int32)
         after.seq[:], after.cell[:] = self._ledger.live, PRIVATE
@@ -98,11 +103,24 @@ class Changes:
 
     # -- the parts of a change ----------------------------------------------------------------------------------
 
+    def _loads(self, chosen: Flags, after: Columns) -> tuple[Load, ...]:
+        """Bring chosen parked tokens aside, where none may stand on another: from there the steps take them."""
+        loads: list[Load] = []
+        for rows in runs_of(chosen, after.pos, after.blob):
+            p0 = int(after.pos[rows[0]])
+            load = Load(int(after.blob[rows[0]]), p0, p0 + len(rows))
+            if any(load.p0 < other.aside.p1 and other.aside.p0 < load.p1 for other in loads):
+                load = replace(load, delta=max(other.aside.p1 for other in loads) - p0)
+            if load.delta and not self._ledger.can_shift:
+                raise MaskUnsupported(NO_SHIFT)
+            loads.append(load)
+            after.pos[rows], after.seq[rows], after.cell[rows] = after.pos[rows] + load.delta, ASIDE, PRIVATE
+        return tuple(loads)
+
     def _drop(self, run: CellRun, of: Flags | None = None) -> Drop:
         """Take a run of cells, at its place now or, with ``of``, of these rows, out of its sequence."""
         c = self._ledger.columns
-        rows = (c.in_cells & (c.seq == run.seq)) if of is None else of
-        rows = rows & (c.pos >= run.p0) & (c.pos < run.p1)
+        rows = c.cells_at(run) if of is None else of & (c.pos >= run.p0) & (c.pos < run.p1)
         return Drop(*run, kept=int(self._ledger.shares.elsewhere(c.cell[rows]).sum()))
 
     def _drop_original(self, original: Original) -> Drop:
@@ -112,23 +130,23 @@ class Changes:
     def _archive_steps(
         self, chosen: Flags, after: Columns, originals: Sequence[Original], src: int | None = None
     ) -> list[Step]:
-        """Move chosen visible tokens, whose cells are in ``src``, to archives whose ranges are free there; sets their
-        seq and pos in ``after``."""
+        """Move chosen tokens, whose cells are in ``src`` or where ``after`` says, to archives whose ranges are free
+        there; sets their seq and pos in ``after``."""
         now = self._ledger.columns
         steps: list[Step] = []
         taken = self._taken_ranges(originals)
-        for rows in runs_of(chosen, now.pos):
-            p0 = int(now.pos[rows[0]])
+        for rows in runs_of(chosen, after.pos, after.seq):
+            p0, source = int(after.pos[rows[0]]), int(after.seq[rows[0]]) if src is None else src
             p1 = p0 + len(rows)
             seq, delta = self._find_archive((p0, p1), taken)
             taken[seq].append((p0 + delta, p1 + delta))
             if delta:
                 moved = np.zeros(len(now), np.bool_)
                 moved[rows] = True
-                steps += self._own(moved, now, after)
+                steps += self._own(moved & now.in_cells, now, after)
             after.seq[rows] = seq
             after.pos[rows] += delta
-            steps.append(Move(self._ledger.live if src is None else src, seq, p0, p1, delta))
+            steps.append(Move(source, seq, p0, p1, delta))
         return steps
 
     def _taken_ranges(self, originals: Sequence[Original]) -> dict[int, list[Range]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ import numpy.typing as npt
 from .shares import PRIVATE
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
+
+#: The blob of a token that is not parked.
+NO_BLOB: Final = -1
 
 
 class State(enum.IntEnum):
@@ -40,7 +43,9 @@ class CellRun(NamedTuple):
 class Columns:
     """One row a token, in reading order: its position, state, sequence (of a visible or masked token), whether a
     hidden token keeps its place in the layout (``reserved``), the id of a cell that is or was shared with another
-    session (``cell``, see :class:`~edgekv.shares.Shares`), and whether another text took its place (``replaced``)."""
+    session (``cell``, see :class:`~edgekv.shares.Shares`), whether another text took its place (``replaced``), and
+    which blob holds the K and V of a parked token, at its position (``blob``, see
+    :class:`~edgekv.parking.Parking`)."""
 
     pos: npt.NDArray[np.int32]
     state: npt.NDArray[np.int8]
@@ -48,24 +53,26 @@ class Columns:
     reserved: Flags
     cell: npt.NDArray[np.int32]
     replaced: Flags
+    blob: npt.NDArray[np.int32]
 
     @classmethod
     def empty(cls, size: int) -> Columns:
         pos, cell = np.empty(size, np.int32), np.empty(size, np.int32)
         state, seq = np.empty(size, np.int8), np.empty(size, np.int16)
-        return cls(pos, state, seq, np.empty(size, np.bool_), cell, np.empty(size, np.bool_))
+        reserved, replaced = np.empty(size, np.bool_), np.empty(size, np.bool_)
+        return cls(pos, state, seq, reserved, cell, replaced, np.empty(size, np.int32))
 
     @classmethod
     def dropped(cls, size: int, seq: int = 0) -> Columns:
         """Rows that belong to nobody."""
         rows = cls.empty(size)
         rows.pos[:], rows.state[:], rows.seq[:], rows.cell[:] = 0, State.DROPPED, seq, PRIVATE
-        rows.reserved[:], rows.replaced[:] = False, False
+        rows.reserved[:], rows.replaced[:], rows.blob[:] = False, False, NO_BLOB
         return rows
 
     @property
     def _all(self) -> tuple[npt.NDArray[Any], ...]:
-        return (self.pos, self.state, self.seq, self.reserved, self.cell, self.replaced)
+        return (self.pos, self.state, self.seq, self.reserved, self.cell, self.replaced, self.blob)
 
     def __len__(self) -> int:
         return len(self.pos)
@@ -114,6 +121,15 @@ class Columns:
         return np.less_equal(self.state, _CODES[State.MASKED])
 
     @property
+    def parked(self) -> Flags:
+        return self.where(State.PARKED)
+
+    @property
+    def blobs(self) -> set[int]:
+        """The blobs that hold parked tokens."""
+        return set(self.blob[self.parked].tolist())
+
+    @property
     def last_visible(self) -> int | None:
         return last(self.visible)
 
@@ -128,6 +144,10 @@ class Columns:
             CellRun(int(self.seq[i[0]]), int(self.pos[i[0]]), int(self.pos[i[0]]) + len(i))
             for i in runs_of(chosen, self.pos, self.seq)
         ]
+
+    def cells_at(self, run: CellRun) -> Flags:
+        """bool (n,): the tokens whose cells those are."""
+        return np.asarray(self.in_cells & (self.seq == run.seq) & (self.pos >= run.p0) & (self.pos < run.p1))
 
 
 def last(flags: Flags) -> int | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -72,23 +74,42 @@ class Edits(Base):
 
     @verb
     def unmask(self, target: Target) -> Receipt:
-        """Show masked tokens again where they belong.
+        """Show masked or parked tokens again where they belong.
 
         The receipt counts the visible tokens that were read meanwhile, which did not see them.
 
-        Cost: no token is read; otherwise as :meth:`mask`.
+        Cost: no token is read; K and V of parked ones are copied back; otherwise as :meth:`mask`.
         Guarantees: their K and V are those from before; bit-exact where no position moved.
-        Raises BadState (nothing masked there), UnknownSpan, UsageError, MaskUnsupported, ContextFull (no room for
-        copies); then nothing has changed.
+        Raises BadState (nothing hidden there), UnknownSpan, UsageError, MaskUnsupported, ContextFull (no cells for
+        parked tokens, or for copies), DamagedFile (parked in a folder, and changed there); then nothing has changed.
         """
         self._need_mask()
         return self._transcript.unmask(self._rows(target))
 
     @verb
+    def park(
+        self, target: Target, to: str | os.PathLike[str] = "ram", *, gap: str = "close", force: bool = False
+    ) -> Receipt:
+        """Mask tokens and free their cells; K and V wait in host memory or in a folder, and unmask brings them back.
+
+        Takes visible and masked tokens. ``to``: "ram", or a folder (for one called ram, "./ram"). What waits there
+        belongs to this session and its forks, and goes with them; :meth:`save` keeps it. Cells that a fork holds too
+        are free only when the fork has let go of them.
+
+        Cost: no token is read; K and V are copied out; otherwise as :meth:`mask`.
+        Guarantees: what is read next does not see the target.
+        Raises as :meth:`mask`, and FileError (the folder cannot take it), TooLarge (not enough RAM); then nothing has
+        changed.
+        """
+        folder = None if to == "ram" else Path(to)
+        return self._transcript.park(self._rows(target), self._hiding(gap, force=force), folder)
+
+    @verb
     def evict(self, target: Target, *, gap: str = "close", force: bool = False) -> Receipt:
         """Mask for good and free the cells; the text stays known, and coming back means reading it again.
 
-        Takes visible and masked tokens. Cells that a fork holds too are free only when the fork has let go of them.
+        Takes visible, masked and parked tokens. Cells that a fork holds too are free only when the fork has let go of
+        them.
 
         Cost: no token is read; otherwise as :meth:`mask`.
         Guarantees: what is read next does not see the target.
@@ -143,7 +164,8 @@ class Edits(Base):
         """Unmask those of these tokens that are still hidden, and no others."""
         rows = np.zeros(len(self._ledger), np.bool_)
         rows[self._ledger.places.rows_of(indexes)] = True
-        rows &= self._ledger.columns.where(State.MASKED if self._ledger.has_cells else State.EVICTED)
+        c = self._ledger.columns
+        rows &= c.where(State.MASKED) | c.parked if self._ledger.has_cells else c.where(State.EVICTED)
         if rows.any():
             self._transcript.unmask(rows)
 
@@ -254,7 +276,7 @@ class Edits(Base):
 
     @verb
     def undo(self) -> Receipt:
-        """Take the newest mask, unmask, evict, rewind, insert or replace back; again for the one before it.
+        """Take the newest mask, unmask, park, evict, rewind, insert or replace back; again for the one before it.
 
         Tokens read since stay. What an evict or a rewind dropped is read again, the text of an insert or a replace is
         dropped. Reading (append, generate, recompute) is no edit; rewind for that.

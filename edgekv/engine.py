@@ -17,14 +17,16 @@ import numpy.typing as npt
 from . import _llama, memory
 from ._llama import lib
 from .batch import Batch, Chunk
-from .cells import MAX_POS, Cells
+from .cells import MAX_POS, Blob, Cells
 from .columns import CellRun
 from .errors import AuditFailed, BadState, ClosedError, ContextFull, DecodeFailed, NoLogits, TooLarge, UsageError
 from .fair_lock import FairLock
 from .model import Model
+from .parking import Blob as ParkedBlob
+from .parking import Parking
 from .settings import NUM_RESERVED, SCRATCH, Settings
 from .shares import Shares
-from .steps import Drop, Own, Shift, Step
+from .steps import Drop, Move, Own, Shift, Step
 
 
 class LogitsHolder(Protocol):
@@ -52,10 +54,12 @@ class Engine:
         self._num_sequences: Final = settings.n_sequences(self._num_archives)
         self.max_outputs: Final = settings.max_outputs(model.n_vocab)
         self._ctx = self._open()
-        self._cells = Cells(self._ctx, model, self._num_sequences, self.close_gaps)
+        self._cell_bytes: Final = model.kv_bytes_per_token(settings.kv_type)
+        self._cells = Cells(self._ctx, model, self._num_sequences, self.close_gaps, self._cell_bytes)
         self.num_cells: Final[int] = self._cells.size
         self.n_batch: Final[int] = lib.llama_n_batch(self._ctx)
         self.shares: Final = Shares()
+        self.parking: Final = Parking(settings.max_parked_bytes, settings.spill_folder)
         self.lost = ""  # why no session on this engine can go on
         self.reading = False  # while a session reads and its progress callback may run
         self._free_sequences = list(range(NUM_RESERVED, self._num_sequences))
@@ -102,6 +106,7 @@ class Engine:
         """Free the context; closing twice is fine."""
         with self.lock:
             self._free()
+            self.parking.close()
 
     @property
     def closed(self) -> bool:
@@ -338,6 +343,25 @@ class Engine:
                 return
             cells.drop(CellRun(SCRATCH, 0, 1))
 
+    def copies(self, run: CellRun) -> Iterator[tuple[CellRun, Blob]]:
+        """Copies of K and V of these cells, slice by slice; the cells stay."""
+        self.settle()
+        return self._cells.copies(run)
+
+    def cut(self, blob: ParkedBlob, p0: int, p1: int) -> Blob:
+        """What a parked blob holds at positions [p0, p1). Raises DamagedFile."""
+        data = blob.read()
+        return data if (p0, p1) == (blob.p0, blob.p1) else self._cells.cut(data, p0, p1)
+
+    def load(self, run: CellRun, blob: Blob, delta: int = 0) -> None:
+        """Copies of cells come into free cells of a sequence, shifted by ``delta``; all of them or nothing.
+
+        By way of scratch, as a load empties its sequence first. Raises ContextFull, AuditFailed (it holds others).
+        """
+        with self._open_cells() as cells:
+            cells.put(run._replace(seq=SCRATCH), blob)
+            cells.move(Move(SCRATCH, run.seq, run.p0, run.p1, delta))
+
     def compact(self) -> None:
         """Put the cells in use in a row, so that decode scans no others. Positions and sequences stay.
 
@@ -345,15 +369,23 @@ class Engine:
         """
         with self._open_cells() as cells:
             self.settle()
-            size, free = self.model.kv_bytes_per_token(self.settings.kv_type) * cells.used, memory.free_ram()
-            if size > free:
-                raise TooLarge(f"compacting copies {size / 1e6:,.0f} MB of cells and {free / 1e6:,.0f} MB are free")
+            self.check_copy(cells.used, "compacting")
             self._keep_logits(())
             try:
                 cells.repack()
             except AuditFailed as err:
                 self.lost = str(err)
                 raise
+
+    def kv_bytes(self, num_cells: int) -> int:
+        """Bytes of K and V in so many cells."""
+        return self._cell_bytes * num_cells
+
+    def check_copy(self, num_cells: int, doing: str) -> None:
+        """Raise TooLarge unless free RAM holds a copy of so many cells."""
+        size, free = self.kv_bytes(num_cells), memory.free_ram()
+        if size > free:
+            raise TooLarge(f"{doing} copies {size / 1e6:,.0f} MB of cells and {free / 1e6:,.0f} MB are free")
 
     def last_position(self, seq: int) -> int:
         """The highest position a sequence holds, -1 when it is empty."""

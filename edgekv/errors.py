@@ -14,6 +14,10 @@
     │   ├── NotGenerative           vocabulary only, or an encoder: there is no memory to mask
     │   ├── TooLarge                model or cache would not fit in the RAM that is free here
     │   └── FetchFailed             download failed or its checksum is wrong; no file was left behind
+    ├── FileError                   a session file, KV module or parked span cannot be written or read; nothing changed
+    │   ├── NotEdgekvFile           another kind of file, or none
+    │   ├── DamagedFile             truncated or changed: its checksum is wrong
+    │   └── WrongFile               of another model, KV type, RoPE setting, ..., or of a newer edgekv
     ├── MaskUnsupported             this model's memory cannot do it (recurrent, hybrid, no shift); nothing was touched
     ├── ContextFull                 no free cell; the session is as it was
     ├── NoLogits                    nothing to sample from: the session is empty
@@ -82,6 +86,22 @@ class TooLarge(ModelError):
 
 class FetchFailed(ModelError):
     """A download failed or its checksum is wrong."""
+
+
+class FileError(EdgekvError):
+    """A session file, a KV module or a parked span cannot be written or read."""
+
+
+class NotEdgekvFile(FileError):
+    """Neither a session file nor a KV module."""
+
+
+class DamagedFile(FileError):
+    """The file is truncated, or bytes of it were changed."""
+
+
+class WrongFile(FileError):
+    """The file is sound and does not fit: another model, other settings, a newer format."""
 
 
 class MaskUnsupported(EdgekvError):

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, Final
+
+_PRIVATE: Final = 0o600
+_numbers: Final = itertools.count()
 
 
 def replace(path: Path, content: bytes) -> Path:
-    """Write a file beside its place and put it there when it is whole and on the disk; its mode is the umask's.
+    """As :func:`writing`, with a content that is there; the file's mode is the umask's."""
+    with writing(path) as file:
+        file.write(content)
+    return path
 
-    Whatever fails, what was at ``path`` is still there and nothing is left beside it. Raises OSError.
+
+@contextlib.contextmanager
+def writing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
+    """A file that is written beside its place, and put there when the block has ended and it is on the disk.
+
+    Whatever fails, what was at ``path`` is still there and nothing is left beside it; what a process left that was
+    killed here goes when the next one writes. ``private``: for the owner's eyes only. Raises OSError.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path = path.resolve()  # what a link points to is replaced, not the link
+    _remove_stale(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_numbers)}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
+        with open(temporary, "w+b", opener=_private if private else None) as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -23,7 +41,22 @@ def replace(path: Path, content: bytes) -> Path:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-    return path
+
+
+def _private(name: str, flags: int) -> int:
+    return os.open(name, flags, _PRIVATE)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove what writers of this file left that no longer live."""
+    import psutil
+
+    mine = re.compile(re.escape(f".{path.name}.") + r"(\d+)-\d+\.tmp")
+    with contextlib.suppress(OSError):
+        for entry in list(path.parent.iterdir()):
+            found = mine.fullmatch(entry.name)
+            if found and not psutil.pid_exists(int(found[1])):
+                entry.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from .columns import CellRun, Columns, Flags, State
+from .columns import NO_BLOB, CellRun, Columns, Flags, State
 from .errors import ContextFull, UnknownSpan, UsageError
 from .history import History, View, view_with_rows
 from .places import Places
@@ -184,6 +184,7 @@ class Ledger:
         c.pos[start:stop] = np.arange(pos, pos + len(tokens), dtype=np.int32)
         c.state[start:stop], c.seq[start:stop] = State.VISIBLE, self.live
         c.reserved[start:stop], c.cell[start:stop], c.replaced[start:stop] = False, PRIVATE, False
+        c.blob[start:stop] = NO_BLOB
         self._n, self._rows = stop, None
         self.places.append(len(tokens))
         if len(tokens):
@@ -199,6 +200,7 @@ class Ledger:
         c = self._columns
         self._ids[row], c.pos[row], c.state[row] = token, pos, 0
         c.seq[row], c.reserved[row], c.cell[row], c.replaced[row] = self.live, False, PRIVATE, False
+        c.blob[row] = NO_BLOB
         self._n, self._rows, self._last_visible = row + 1, None, row
         self.places.append(1)
         return row

@@ -43,30 +43,44 @@ class Planner(Rereads):
         return self.change(after, gap=self._gap_kind(chosen, gap), still=still)
 
     def evict(self, rows: Flags, gap: str, *, force: bool = False) -> Plan:
-        """Free the cells of the visible and masked ones of these rows; their ids stay known.
+        """Give up the K and V of the visible, masked and parked ones of these rows; their ids stay known.
 
-        Raises BadState when none has a cell, otherwise as :meth:`mask`.
+        Raises BadState when none has any, otherwise as :meth:`mask`.
+        """
+        columns = self._ledger.columns
+        chosen = rows & (columns.in_cells | columns.parked)
+        if not chosen.any():
+            raise BadState("nothing to evict: the target's tokens hold no cells")
+        after = columns.copy()
+        after.reserved[chosen] &= gap == "keep"
+        return self._take_out(chosen, State.EVICTED, after, gap, force=force)
+
+    def park(self, rows: Flags, gap: str, *, force: bool = False) -> Plan:
+        """Copy K and V of the visible and masked ones of these rows out of the cache, and free their cells.
+
+        Raises as :meth:`evict`.
         """
         chosen = rows & self._ledger.columns.in_cells
         if not chosen.any():
-            raise BadState("nothing to evict: the target's tokens hold no cells")
+            raise BadState("nothing to park: the target's tokens hold no cells")
+        return self._take_out(chosen, State.PARKED, self._ledger.columns.copy(), gap, force=force)
+
+    def _take_out(self, chosen: Flags, to: State, after: Columns, gap: str, *, force: bool) -> Plan:
         seen = chosen & self._ledger.columns.visible
         self._check_sinks(seen, force)
-        after = self._ledger.columns.copy()
-        after.state[chosen] = State.EVICTED
-        after.reserved[chosen] &= gap == "keep"
+        after.state[chosen] = to
         after.reserved[seen] = gap == "keep"
         return self.change(after, gap=self._gap_kind(seen, gap))
 
     def unmask(self, rows: Flags) -> Plan:
-        """Bring the masked ones of these rows back to where they belong.
+        """Bring the masked and parked ones of these rows back to where they belong.
 
         A text that another one replaced comes back only where nothing else is asked for. Raises BadState when none is
-        masked, MaskUnsupported when that needs a shift and there is none.
+        hidden, MaskUnsupported when that needs a shift and there is none.
         """
         columns = self._ledger.columns
         gone = columns.where(State.EVICTED)
-        chosen = rows & (columns.where(State.MASKED) if self._ledger.has_cells else gone)
+        chosen = rows & (columns.where(State.MASKED) | columns.parked if self._ledger.has_cells else gone)
         if not chosen.any():
             evicted, shown = "it was evicted, its K/V is gone; append its text again", "it is visible already"
             raise BadState(f"nothing to unmask in the target: {evicted if (rows & gone).any() else shown}")
@@ -127,11 +141,12 @@ class Planner(Rereads):
     def back(self, rows: npt.NDArray[np.intp], former: Columns) -> Plan:
         """Give rows the states and reserved places they had, where that needs no reading.
 
-        Tokens whose cells are gone stay as they are.
+        Tokens whose K and V are gone stay as they are.
         """
         after = self._ledger.columns.copy()
-        had_cells = former.in_cells
-        possible = after.in_cells[rows] | ~had_cells if self._ledger.has_cells else np.ones(len(rows), np.bool_)
+        had = former.in_cells | former.parked
+        has = (after.in_cells | after.parked)[rows]
+        possible = has | ~had if self._ledger.has_cells else np.ones(len(rows), np.bool_)
         after.state[rows[possible]] = former.state[possible]
         after.reserved[rows[possible]] = former.reserved[possible]
         after.replaced[rows[possible]] = former.replaced[possible]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from .columns import CellRun, Columns
 from .history import View
+from .settings import ASIDE
 from .shares import PRIVATE
 from .spans import Range
 from .steps import Drop, Move, Own, Shift, Step
@@ -29,11 +30,27 @@ class Original:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Parked K and V of positions [p0, p1) come out of a blob, and wait aside at positions shifted by ``delta``."""
+
+    blob: int
+    p0: int
+    p1: int
+    delta: int = 0
+
+    @property
+    def aside(self) -> CellRun:
+        """Where they wait."""
+        return CellRun(ASIDE, self.p0 + self.delta, self.p1 + self.delta)
+
+
+@dataclass(frozen=True)
 class Plan:
     """An edit worked out: native ``steps`` in order, and the ledger ``after`` them.
 
     edited: the ranges of rows whose state changes. restored: tokens whose first reading comes back. gap: "close",
-    "keep" or "tail" for an edit that hides tokens.
+    "keep" or "tail" for an edit that hides tokens. Before the first step: parks, the cells that are copied into blobs,
+    and loads.
     """
 
     steps: tuple[Step, ...]
@@ -42,6 +59,8 @@ class Plan:
     edited: tuple[Range, ...] = ()
     restored: tuple[int, ...] = ()
     gap: str = ""
+    parks: tuple[CellRun, ...] = ()
+    loads: tuple[Load, ...] = ()
 
     @property
     def num_moved(self) -> int:
@@ -51,6 +70,14 @@ class Plan:
     @property
     def num_freed(self) -> int:
         return sum(s.num_freed for s in self.steps if isinstance(s, Drop))
+
+    @property
+    def num_parked(self) -> int:
+        return sum(run.p1 - run.p0 for run in self.parks)
+
+    @property
+    def num_loaded(self) -> int:
+        return sum(load.p1 - load.p0 for load in self.loads)
 
     @property
     def num_copied(self) -> int:

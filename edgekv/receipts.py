@@ -12,7 +12,7 @@ from .spans import Range, Span
 class Receipt:
     """What an edit did and what it cost.
 
-    verb: mask, unmask, evict, rewind, insert, replace, recompute, compact, undo. ranges: index ranges it changed.
+    verb: mask, unmask, park, evict, rewind, insert, replace, recompute, compact, undo. ranges: index ranges it changed.
     tokens: how many. ms: wall time in milliseconds.
     gap: "close", "keep", or "tail" when nothing visible stood behind (the cursor moved back instead).
     moved: tokens whose position changed. freed: cells given back. copied: cells copied, as a fork holds them too.
@@ -20,6 +20,7 @@ class Receipt:
     unaware: visible tokens behind tokens now shown that were computed without them.
     prefilled: tokens read by the edit itself. reread: tokens that will be read again before the next one is sampled.
     reused: visible tokens behind the edit whose K/V was kept, which a restart would have read again.
+    parked_bytes: K and V copied out of the cache. loaded_bytes: K and V that came back from where they were parked.
     masked: tokens masked in the whole session afterwards. span: the new text's. undone: the verb that was undone.
     notes: what the user should know.
     """
@@ -38,6 +39,8 @@ class Receipt:
     reread: int = 0
     reused: int = 0
     masked: int = 0
+    parked_bytes: int = 0
+    loaded_bytes: int = 0
     span: Span | None = None
     undone: str = ""
     notes: tuple[str, ...] = ()
@@ -82,7 +85,7 @@ class Receipt:
     def _details(self) -> list[str]:
         said = {"close": "gap closed", "keep": "gap kept", "tail": "cursor moved back"}
         details = [said[self.gap]] if self.gap else []
-        if self.verb in ("mask", "evict", "replace") or self.influenced:
+        if self.verb in ("mask", "park", "evict", "replace") or self.influenced:
             details.append(self._influence())
         if self.unaware:
             were = "visible token behind was" if self.unaware == 1 else "visible tokens behind were"
@@ -91,6 +94,8 @@ class Receipt:
         if self.verb == "undo" and self.prefilled:
             details.append(f"{count(self.prefilled, 'token')} read")
         details += [f"{count(self.freed, 'cell')} freed"] if self.freed else []
+        details += [f"{size(self.parked_bytes)} parked"] if self.parked_bytes else []
+        details += [f"{size(self.loaded_bytes)} brought back"] if self.loaded_bytes else []
         details += [f"{count(self.copied, 'cell')} copied, as a fork holds them too"] if self.copied else []
         return [*details, *self.notes]
 
@@ -106,6 +111,7 @@ class Receipt:
 _PAST = {
     "mask": "masked",
     "unmask": "unmasked",
+    "park": "parked",
     "evict": "evicted",
     "rewind": "dropped",
     "insert": "inserted",
@@ -154,7 +160,8 @@ class Stats:
 
     reused sums, over all edits, the visible tokens behind the edit that a restart would have read again. cells_used:
     those this session holds, also together with a fork. cells_scanned: about how many cells of the engine decode goes
-    over. compact_saves: how many fewer it would be after ``compact``; 0 where it would not pay.
+    over. compact_saves: how many fewer it would be after ``compact``; 0 where it would not pay. parked_bytes: K and V
+    of parked tokens in host memory, also together with a fork; parked_on_disk: in a folder.
     """
 
     visible: int
@@ -170,6 +177,8 @@ class Stats:
     cells_scanned: int
     compact_saves: int
     kv_bytes_used: int
+    parked_bytes: int
+    parked_on_disk: int
     cursor: int
 
 
@@ -184,6 +193,15 @@ class Audit:
 def count(number: int, noun: str) -> str:
     """'1 token', '1,912 tokens'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size(num_bytes: float) -> str:
+    """ "98.4 MB": decimal units, as on download pages."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"
 
 
 def _ms(ms: float) -> str:

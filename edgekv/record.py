@@ -6,24 +6,27 @@ marked broken with a message that says how to go on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .columns import State
+from .columns import CellRun, State
 from .engine import Engine
 from .errors import AuditFailed, SessionBroken
 from .history import View, view_with_rows
 from .ledger import Ledger
 from .next_logits import NextLogits
+from .parking import Bytes
 from .planner import Planner
-from .plans import Arrival
+from .plans import Arrival, Load, Plan
 from .receipts import Audit
 from .settings import ASIDE, SCRATCH
 from .spans import SpanTable
-from .steps import Step
+from .steps import Drop, Step
 from .tally import Tally
 
 
@@ -57,6 +60,7 @@ class Record:
         if of.next.view is not None:
             self.next.in_copy(of.next.array(), of.next.view)
         self.original = of.original
+        self.engine.parking.hold(self, of.ledger.columns.blobs)
         return of.ledger.fork(self.live, self._sequences[1:])
 
     @property
@@ -69,6 +73,7 @@ class Record:
         self.released = True
         self.engine.give_back(self._sequences, self.ledger.num_own_cells)
         self.ledger.release()
+        self.engine.parking.release(self)
 
     def apply(self, steps: Sequence[Step]) -> None:
         """The native half of an edit. Its steps were checked by the planner; one that fails breaks the session."""
@@ -78,9 +83,46 @@ class Record:
             self.broken = f"an edit failed half way ({err}); open a new session and append what you need"
             raise SessionBroken(self.broken) from err
 
+    def commit(self, plan: Plan) -> None:
+        """As Ledger.commit; what is parked no longer is given up."""
+        self.ledger.commit(plan)
+        if plan.parks or self.engine.parking:
+            self.engine.parking.hold(self, self.ledger.columns.blobs)
+
+    @contextlib.contextmanager
+    def parked(self, plan: Plan, folder: Path | None) -> Iterator[list[tuple[Load, Bytes]]]:
+        """Copies of the cells a plan parks go to ``folder`` or to host memory, and ``plan.after`` says which blob
+        holds them; yields what it loads, read and checked. When the block fails, the copies are dropped again.
+        """
+        parking = self.engine.parking
+        if folder is None and plan.parks:
+            self.engine.check_copy(plan.num_parked, "parking in memory")
+        try:
+            for run in plan.parks:
+                rows = self.ledger.columns.cells_at(run)
+                for part, blob in self.engine.copies(run):
+                    here = rows & self.ledger.columns.cells_at(part)
+                    plan.after.blob[here] = parking.put(part, blob, folder)
+            yield [(load, self.engine.cut(parking.get(load.blob), load.p0, load.p1)) for load in plan.loads]
+        finally:
+            parking.drop_unheld()
+
+    def load(self, loads: Sequence[tuple[Load, Bytes]]) -> None:
+        """Parked K and V come aside, all or nothing. Raises ContextFull, AuditFailed."""
+        done: list[Load] = []
+        try:
+            for load, blob in loads:
+                self.engine.load(CellRun(ASIDE, load.p0, load.p1), blob, load.delta)
+                done.append(load)
+        except BaseException:
+            self.engine.apply([Drop(*load.aside) for load in done])
+            raise
+
     def commit_arrival(self, arrival: Arrival) -> None:
         """As Ledger.commit_arrival; what is known of logits and their views follows the new rows."""
         self.ledger.commit_arrival(arrival)
+        if self.engine.parking:
+            self.engine.parking.hold(self, self.ledger.columns.blobs)
         if not arrival.opened:
             return
         row, count = arrival.row, len(arrival.tokens)
@@ -121,9 +163,18 @@ class Record:
         none = np.empty(0, np.int32)
         for seq, wanted in {**expected, SCRATCH: none, ASIDE: none}.items():
             self._audit_sequence(seq, wanted)
+        self._audit_blobs()
         if self.engine.cells_used < self.ledger.num_cells:
             raise AuditFailed(f"{self.engine.cells_used} cells counted, the ledger holds {self.ledger.num_cells}")
         return Audit(len(expected), sum(len(p) for p in expected.values()))
+
+    def _audit_blobs(self) -> None:
+        """Every parked token lies in a blob, at its position."""
+        columns = self.ledger.columns
+        for number in columns.blobs:
+            blob, pos = self.engine.parking.get(number), columns.pos[columns.parked & (columns.blob == number)]
+            if pos.min() < blob.p0 or pos.max() >= blob.p1:
+                raise AuditFailed(f"blob {number} holds [{blob.p0}, {blob.p1}), the ledger has others in it")
 
     def _audit_sequence(self, seq: int, wanted: npt.NDArray[np.int32]) -> None:
         if not self.ledger.has_cells:  # a state, not cells: only where it ends can be told

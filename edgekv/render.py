@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .receipts import count
+from .receipts import count, size
 
 if TYPE_CHECKING:
     from .session import Session
@@ -21,8 +21,9 @@ def session_table(session: Session, width: int = 0) -> str:
     room = max(8, width - sum(widths) - 8) if width else _PREVIEW
     lines = [_line(row, widths, min(room, _PREVIEW)) for row in rows]
     stats = session.stats
+    parked = f", {stats.parked:,} parked ({size(stats.parked_bytes + stats.parked_on_disk)})" if stats.parked else ""
     totals = (
-        f"{count(stats.visible, 'token')} visible, {stats.masked:,} masked, {stats.evicted:,} evicted",
+        f"{count(stats.visible, 'token')} visible, {stats.masked:,} masked{parked}, {stats.evicted:,} evicted",
         f"{stats.cells_used:,} of {stats.cells:,} cells, {stats.kv_bytes_used / 1e6:,.1f} MB of KV in use",
     )
     line = " · ".join(totals)

@@ -41,12 +41,16 @@ class Rereads(Changes):
     def back_and_recompute(self, rows: npt.NDArray[np.int64], former: Columns) -> Recompute:
         """As :meth:`back`, where that would need a shift and there is none: all from the first of them is read.
 
-        Tokens that were masked and have no cells any more stay evicted.
+        Tokens that were masked or parked and have no K and V any more stay evicted; those that have are masked, or
+        stay parked.
         """
-        after = self._ledger.columns.copy()
-        lost = former.where(State.MASKED) & ~after.in_cells[rows]
+        now = self._ledger.columns
+        after = now.copy()
+        hidden = former.where(State.MASKED) | former.parked
         after.state[rows], after.reserved[rows], after.replaced[rows] = former.state, False, former.replaced
-        after.state[rows[lost]] = State.EVICTED
+        after.state[rows[hidden]] = np.where(
+            now.in_cells, State.MASKED, np.where(now.parked, State.PARKED, State.EVICTED)
+        )[rows[hidden]]
         return self._recompute(after, int(rows.min()))
 
     def _recompute(self, after: Columns, row: int) -> Recompute:

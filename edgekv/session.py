@@ -221,6 +221,7 @@ class Session(Edits):
         """Tokens by state, tokens read and reused, cells and bytes of cache in use."""
         with self.lock:
             ledger, tally = self._ledger, self._transcript.record.tally
+            in_memory, on_disk = self.engine.parking.num_bytes(self._transcript.record)
             return Stats(
                 visible=ledger.count(State.VISIBLE),
                 masked=ledger.count(State.MASKED),
@@ -234,7 +235,9 @@ class Session(Edits):
                 cells=self.engine.num_cells,
                 cells_scanned=self.engine.cells_scanned,
                 compact_saves=self.engine.compact_saves,
-                kv_bytes_used=ledger.num_cells * self.model.kv_bytes_per_token(self.engine.settings.kv_type),
+                kv_bytes_used=self.engine.kv_bytes(ledger.num_cells),
+                parked_bytes=in_memory,
+                parked_on_disk=on_disk,
                 cursor=ledger.cursor,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from . import memory
@@ -25,7 +26,8 @@ class Settings:
     n_ctx: cells, rounded up to 256. n_batch: tokens a decode call, which is also how long Ctrl-C may wait.
     kv_type: f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use.
     n_sessions, n_archives: sequences set aside; sessions and forks share the cells, and an archive takes masked spans
-    whose positions do not overlap.
+    whose positions do not overlap. max_parked_bytes: parked spans beyond it go to ``park_folder``, those parked
+    longest ago first; None for no limit, and for a folder of the user's cache.
     """
 
     n_ctx: int = 4096
@@ -35,6 +37,8 @@ class Settings:
     flash_attention: bool = True
     n_sessions: int = 5  # up to 32 sequences cost no memory, see max_outputs
     n_archives: int = 4
+    max_parked_bytes: int | None = None
+    park_folder: str | os.PathLike[str] | None = None
 
     def n_sequences(self, n_archives: int | None = None) -> int:
         """Sequences of a context whose sessions have so many archives each, by default those set."""
@@ -51,6 +55,15 @@ class Settings:
             raise UsageError(f"{self.n_sequences()} sequences are wanted, llama.cpp has {_MAX_SEQUENCES}")
         if self.kv_type.startswith("q") and not self.flash_attention:
             raise UsageError(f"kv_type {self.kv_type} needs flash attention; use f16 or leave flash attention on")
+
+    @property
+    def spill_folder(self) -> Path:
+        """Where parked spans go that host memory has no room for; not /tmp, which may be memory itself."""
+        if self.park_folder is not None:
+            return Path(self.park_folder)
+        import platformdirs
+
+        return platformdirs.user_cache_path("edgekv") / "parked"
 
     @property
     def threads(self) -> int:

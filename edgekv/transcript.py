@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
@@ -65,6 +66,10 @@ class Transcript:
     def evict(self, rows: Flags, how: Hiding) -> Receipt:
         return self._edit("evict", self.record.plan.evict(rows, how.gap, force=how.force), how.notes)
 
+    def park(self, rows: Flags, how: Hiding, folder: Path | None) -> Receipt:
+        plan = self.record.plan.park(rows, how.gap, force=how.force)
+        return self._edit("park", plan, how.notes, folder)
+
     def unmask(self, rows: Flags) -> Receipt:
         return self._edit("unmask", self.record.plan.unmask(rows))
 
@@ -75,7 +80,7 @@ class Transcript:
         """Rewind, as a part of generating: no edit of the user's."""
         self._carry_out(self.record.plan.rewind(row), lambda: None, rewound=True)
 
-    def _edit(self, verb: str, plan: Plan, notes: tuple[str, ...] = ()) -> Receipt:
+    def _edit(self, verb: str, plan: Plan, notes: tuple[str, ...] = (), folder: Path | None = None) -> Receipt:
         """Carry a plan out, commit it, and say what it did. Raises SessionBroken when it fails half way."""
         began = time.perf_counter()
         changed = self._changed(plan.after)
@@ -88,13 +93,14 @@ class Transcript:
             self.record.tally.reused += reused
             return self.journal.add(self._receipt(verb, plan, _ms(began), reused=reused, notes=notes), former)
 
-        return self._carry_out(plan, done, rewound=verb == "rewind")
+        return self._carry_out(plan, done, rewound=verb == "rewind", folder=folder)
 
-    def _carry_out(self, plan: Plan, done: Callable[[], R], *, rewound: bool = False) -> R:
-        """The plan's steps, its entry in the ledger, and ``done``, all or nothing."""
+    def _carry_out(self, plan: Plan, done: Callable[[], R], *, rewound: bool = False, folder: Path | None = None) -> R:
+        """The plan's steps, its entry in the ledger, and ``done``, all or nothing. What it parks goes to ``folder``,
+        or to host memory."""
 
         def commit() -> None:
-            self.ledger.commit(plan)
+            self.record.commit(plan)
             if rewound and plan.edited:
                 self.record.forget_from(plan.edited[0][0])
             self.record.restore_logits()
@@ -102,13 +108,16 @@ class Transcript:
         if not self.ledger.has_cells:
             return self.reader.restart(self.ledger.ids[plan.after.visible], commit, done)
         self._check_copies(plan)
-        with uninterrupted():
+        with self.record.parked(plan, folder) as parked, uninterrupted():
+            self.record.load(parked)
             self.record.apply(plan.steps)
             commit()
             return done()
 
     def _check_copies(self, plan: Plan) -> None:
-        if plan.num_copied > self.engine.cells_free + plan.num_freed:
+        if plan.loads:
+            self.reader.check_room(plan.num_loaded + max(0, plan.num_copied - plan.num_freed))
+        elif plan.num_copied > self.engine.cells_free + plan.num_freed:
             raise ContextFull(
                 f"a fork holds {plan.num_copied:,} of the cells that would move, so they are copied first, and "
                 f"{self.engine.cells_free:,} cells are free; close a fork, evict something, or use gap='keep'"
@@ -221,7 +230,7 @@ class Transcript:
         return self.reader.recompute(again, done)
 
     def _commit_again(self, again: Recompute) -> None:
-        self.ledger.commit(again.plan)
+        self.record.commit(again.plan)
         if again.read:
             self.ledger.history.recomputed(again.read, self.ledger.view, self.ledger.first_gap)
 
@@ -279,8 +288,9 @@ class Transcript:
         """As :meth:`_back`, where that would need a shift: all from the first of those tokens on is read again."""
         began, rows = time.perf_counter(), former.rows(self.ledger)
         again = self.record.plan.back_and_recompute(rows, former.columns)
-        lost = int(np.count_nonzero(former.columns.where(State.MASKED) & again.plan.after.where(State.EVICTED)[rows]))
-        notes = (f"{lost:,} masked tokens have lost their K and V and stay evicted",) if lost else ()
+        hidden = former.columns.where(State.MASKED) | former.columns.parked
+        lost = int(np.count_nonzero(hidden & again.plan.after.where(State.EVICTED)[rows]))
+        notes = (f"{lost:,} hidden tokens have lost their K and V and stay evicted",) if lost else ()
 
         def done() -> Receipt:
             self._commit_again(again)
@@ -298,19 +308,20 @@ class Transcript:
         return self.journal.undone(replace(receipt, tokens=edit.tokens, undone=edit.verb))
 
     def _gone(self, former: Former) -> npt.NDArray[np.int64]:
-        """The rows that had cells before the edit and have none now."""
-        rows = former.rows(self.ledger)
+        """The rows that had K and V before the edit and have none now."""
+        rows, now = former.rows(self.ledger), self.ledger.columns
         if not self.ledger.has_cells:
             return rows[:0]
-        return rows[former.columns.in_cells & ~self.ledger.columns.in_cells[rows]]
+        had, has = former.columns.in_cells | former.columns.parked, now.in_cells | now.parked
+        return rows[had & ~has[rows]]
 
     def _read_back(self, former: Former, gone: npt.NDArray[np.int64]) -> None:
-        """Read rows that have no cells again, run by run; those that were masked are masked at once."""
+        """Read rows that have no cells again, run by run; those that were hidden are hidden at once."""
         rows = former.rows(self.ledger)
-        masked, missing = self._rows(rows[former.columns.where(State.MASKED)]), self._rows(gone)
-        for part in (*runs(missing & ~masked), *runs(missing & masked)):
+        hidden, missing = self._rows(rows[~former.columns.visible]), self._rows(gone)
+        for part in (*runs(missing & ~hidden), *runs(missing & hidden)):
             self.reader.arrive(self.record.plan.read_back(part), lambda: None)
-            if masked[part[0]]:
+            if hidden[part[0]]:
                 here = np.flatnonzero((rows >= part[0]) & (rows < part[1]))
                 self._carry_out(self.record.plan.back(rows[here], former.columns.take(here)), lambda: None)
 
@@ -364,7 +375,7 @@ class Transcript:
             tuple(ledger.places.ranges(edited)),
             int((hidden if verb == "replace" else edited).sum()),
             ms,
-            gap=plan.gap if verb in ("mask", "evict", "replace") else "",
+            gap=plan.gap if verb in ("mask", "park", "evict", "replace") else "",
             moved=plan.num_moved,
             freed=plan.num_freed,
             copied=plan.num_copied,
@@ -374,6 +385,8 @@ class Transcript:
             reread=int(self.record.needs_reread),
             reused=reused,
             masked=ledger.count(State.MASKED),
+            parked_bytes=self.engine.kv_bytes(plan.num_parked),
+            loaded_bytes=self.engine.kv_bytes(plan.num_loaded),
             span=span,
             notes=notes,
         )
@@ -384,7 +397,7 @@ class Transcript:
         return int(self.ledger.influenced_by(hidden).sum()) if verb in _HIDES and hidden.any() else 0
 
 
-_HIDES: Final = frozenset({"mask", "evict", "replace", "undo"})
+_HIDES: Final = frozenset({"mask", "park", "evict", "replace", "undo"})
 _SHOWS: Final = frozenset({"unmask", "insert", "replace", "undo"})
 
 

@@ -20,6 +20,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from edgekv.catalog import DEFAULT, entries
+from edgekv.receipts import size as size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,15 +77,6 @@ def _plain(obj: Any) -> Any:
     if hasattr(obj, "tolist"):  # numpy's scalars and arrays, without importing numpy
         return _plain(obj.tolist())
     raise TypeError(f"{type(obj).__name__} has no JSON form")
-
-
-def size(num_bytes: float) -> str:
-    """ "98.4 MB": decimal units, as on download pages."""
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
 
 
 def print_facts(rows: Iterable[tuple[str, str]]) -> None:

@@ -15,6 +15,8 @@ from edgekv import State
 
 NUM_SINKS = 4
 IN_CELLS = (State.VISIBLE, State.MASKED)
+HAS_KV = (*IN_CELLS, State.PARKED)
+TO = {"mask": State.MASKED, "park": State.PARKED, "evict": State.EVICTED}
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,9 @@ class Plain:
                 token = self.tokens[row]
                 if token.state == State.VISIBLE:
                     token.reserved = keep
-                elif not keep:
+                elif not keep and verb == "evict":
                     token.reserved = False
-                token.state = State.MASKED if verb == "mask" else State.EVICTED
+                token.state = TO[verb]
 
     def unmask(self, rows: set[int]) -> None:
         with self.noted("unmask"):
@@ -184,8 +186,8 @@ class Plain:
                 token.state, token.reserved, token.replaced = State.VISIBLE, False, False
 
     def to_unmask(self, rows: set[int]) -> set[int]:
-        """The masked ones; a text that was replaced only where nothing else is asked for."""
-        masked = {i for i in rows if self.tokens[i].state == State.MASKED}
+        """The masked and parked ones; a text that was replaced only where nothing else is asked for."""
+        masked = {i for i in rows if self.tokens[i].state in (State.MASKED, State.PARKED)}
         others = {i for i in masked if not self.tokens[i].replaced}
         return others or masked
 
@@ -220,7 +222,12 @@ class Plain:
         """The rows that an undo would have to read."""
         former = self.edits[-1].former
         rows = [(i, t) for i, t in enumerate(self.tokens) if t.uid in former]
-        return [i for i, t in rows if former[t.uid][0] in IN_CELLS and t.state not in IN_CELLS]
+        return [i for i, t in rows if former[t.uid][0] in HAS_KV and t.state not in HAS_KV]
+
+    def to_load(self) -> int:
+        """How many tokens an undo would bring back from where they are parked."""
+        former = self.edits[-1].former
+        return sum(t.uid in former and former[t.uid][0] in IN_CELLS and t.state == State.PARKED for t in self.tokens)
 
     def undo(self) -> None:
         to_read = self.to_read()
@@ -232,8 +239,8 @@ class Plain:
             token.state, token.reserved, token.replaced = former[token.uid]
         self.keep_places(former, before)
         self.free_tail()
-        masked = [i for i in to_read if former[self.tokens[i].uid][0] == State.MASKED]
-        for run in (*_runs([i for i in to_read if i not in masked]), *_runs(masked)):
+        hidden = [i for i in to_read if former[self.tokens[i].uid][0] != State.VISIBLE]
+        for run in (*_runs([i for i in to_read if i not in hidden]), *_runs(hidden)):
             for row in run:
                 self.tokens[row].state, self.tokens[row].reserved = State.VISIBLE, False
             self.free_tail()

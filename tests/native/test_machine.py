@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from plain import IN_CELLS, NUM_SINKS, Plain
+from plain import HAS_KV, IN_CELLS, NUM_SINKS, TO, Plain
 
 from edgekv import Generation, Model, Receipt, Session, Settings, State, decode_together, errors, layout, tiny
 from edgekv.spans import merge
@@ -233,7 +233,7 @@ class Machine(RuleBasedStateMachine):
 
     # -- edits ----------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), keep=st.booleans(), verb=st.sampled_from(["mask", "evict"]))
+    @rule(data=st.data(), keep=st.booleans(), verb=st.sampled_from(sorted(TO)))
     def hide(self, data: st.DataObject, keep: bool, verb: str) -> None:
         actor = self.one(data)
         assert actor is not None
@@ -241,7 +241,7 @@ class Machine(RuleBasedStateMachine):
         if not plain.tokens:
             return
         target = self.draw_ranges(data, plain)
-        chosen = self.chosen(plain, target, (State.VISIBLE,) if verb == "mask" else IN_CELLS)
+        chosen = self.chosen(plain, target, {"mask": (State.VISIBLE,), "park": IN_CELLS, "evict": HAS_KV}[verb])
         last, cursor = max(plain.visible(), default=-1), session.stats.cursor
         gap = "keep" if keep else "close"
         receipt = self.unless_refused(actor, chosen, lambda: getattr(session, verb)(target, gap=gap, force=True))
@@ -259,11 +259,13 @@ class Machine(RuleBasedStateMachine):
     def unmask(self, data: st.DataObject) -> None:
         actor = self.one(data)
         assert actor is not None
-        if not any(t.state == State.MASKED for t in actor.plain.tokens):
+        tokens = actor.plain.tokens
+        if not any(t.state in (State.MASKED, State.PARKED) for t in tokens):
             return
         target = self.draw_ranges(data, actor.plain)
         chosen = actor.plain.to_unmask(self.chosen(actor.plain, target, tuple(State)))
-        if self.unless_refused(actor, chosen, lambda: actor.session.unmask(target)) is not None:
+        loads = sum(tokens[i].state == State.PARKED for i in chosen)
+        if self.unless_refused(actor, chosen, lambda: actor.session.unmask(target), loads) is not None:
             actor.plain.unmask(chosen)
             actor.note_restored()
 
@@ -319,7 +321,7 @@ class Machine(RuleBasedStateMachine):
                 actor.session.undo()
             return
         edit, reads = actor.plain.edits[-1], len(actor.plain.to_read())
-        receipt = self.unless_refused(actor, {0}, actor.session.undo, reads)
+        receipt = self.unless_refused(actor, {0}, actor.session.undo, reads + actor.plain.to_load())
         if receipt is None:
             return
         assert (receipt.undone, receipt.prefilled) == (edit.verb, reads)

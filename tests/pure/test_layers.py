@@ -35,7 +35,7 @@ LAYERS = (
     ("layout", "plans"),
     ("sampling",),
     ("engine",),
-    ("batch", "cells"),
+    ("batch", "cells", "parking"),
     ("model",),
     ("_llama", "settings", "state_blob", "fetch", "tiny", "receipts", "tally", "numerics"),
     ("catalog", "capabilities", "memory", "gguf", "_pip"),
@@ -123,8 +123,8 @@ def test_public_names() -> None:
 
 SESSION = {
     "append", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "influenced_by", "insert",
-    "lock", "logits", "logits_over", "mask", "masked", "model", "progress", "recompute", "replace", "rewind", "score",
-    "span", "spans", "states", "stats", "text", "tokens", "undo", "unmask", "visible_tokens",
+    "lock", "logits", "logits_over", "mask", "masked", "model", "park", "progress", "recompute", "replace", "rewind",
+    "score", "span", "spans", "states", "stats", "text", "tokens", "undo", "unmask", "visible_tokens",
 }  # fmt: skip
 
 
