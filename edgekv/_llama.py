@@ -7,10 +7,12 @@ Everything above talks to llama.cpp through ``lib`` (the ctypes names of ``llama
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import logging
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -32,13 +34,14 @@ _recent: collections.deque[str] = collections.deque(maxlen=20)
 _start_lock = threading.Lock()
 _started = False
 _level = logging.DEBUG
+_unsaid = False
 
 
 def _on_log(level: int, text: bytes, _user: object) -> None:
     global _level
     if level != _LEVEL_CONTINUED:
         _level = _LEVELS.get(level, logging.DEBUG)
-    if _level < logging.WARNING and not log.isEnabledFor(_level):
+    if _unsaid or (_level < logging.WARNING and not log.isEnabledFor(_level)):
         return
     line = text.decode("utf-8", "replace").rstrip()
     if not line:
@@ -91,6 +94,17 @@ def last_messages(limit: int = 2) -> str:
 def forget_messages() -> None:
     """Start a new page, so that :func:`last_messages` speaks of the call that follows."""
     _recent.clear()
+
+
+@contextlib.contextmanager
+def unsaid() -> Iterator[None]:
+    """A block whose native messages are expected, and told to nobody."""
+    global _unsaid
+    _unsaid = True
+    try:
+        yield
+    finally:
+        _unsaid = False
 
 
 class Uninterrupted:

@@ -16,6 +16,7 @@ from .errors import ClosedError, SessionBroken, UsageError
 from .generation import Generation
 from .model import Model
 from .reader import Progress
+from .sampling import GREEDY, Sampling
 from .settings import Settings
 from .transcript import Transcript
 
@@ -88,6 +89,7 @@ class Base:
         self._ledger = transcript.ledger
         self._spans = transcript.spans
         self._generation: Generation | None = None
+        self.sampling: Sampling = GREEDY
 
     @property
     def engine(self) -> Engine:

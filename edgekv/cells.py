@@ -10,13 +10,13 @@ tokens wait while others are read; sessions take the others.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from . import state_blob
+from . import _llama, state_blob
 from ._llama import lib
 from .capabilities import Capability
 from .columns import CellRun
@@ -121,8 +121,7 @@ class Cells:
         pending. (llama_state_seq_get_data; by way of scratch, as it takes whole sequences.)"""
         if self.pending_shift:
             raise UsageError("cells cannot be copied while a shift is pending")
-        for p0 in range(run.p0, run.p1, self._slice):
-            part = CellRun(run.seq, p0, min(run.p1, p0 + self._slice))
+        for part in self.slices(run):
             self.share(part, SCRATCH)
             try:
                 blob = self.save(SCRATCH)
@@ -130,17 +129,26 @@ class Cells:
                 self._leave(part._replace(seq=SCRATCH))
             yield part, blob
 
+    def slices(self, run: CellRun) -> list[CellRun]:
+        """The pieces a run is copied in."""
+        starts = range(run.p0, run.p1, self._slice)
+        return [CellRun(run.seq, p0, min(run.p1, p0 + self._slice)) for p0 in starts]
+
     def put(self, run: CellRun, blob: Blob) -> None:
         """Copies that :meth:`copies` gave come into free cells of an empty sequence, at the positions they had.
 
         Raises AuditFailed when the blob holds others, ContextFull when no cells are free; then nothing has changed.
         """
-        held = state_blob.positions(blob, cell_extra=self._cell_extra)
-        wanted = np.arange(run.p0, run.p1, dtype=np.int32)
-        if not all(np.array_equal(cache, wanted) for cache in held) or not held:
-            raise AuditFailed(f"these K and V are not those of positions [{run.p0}, {run.p1})")
+        self.check_blob(blob, run.p0, run.p1)
         self.load(run.seq, blob)
         self.taken(run)
+
+    def check_blob(self, blob: Blob, p0: int, p1: int) -> None:
+        """Raise AuditFailed unless a blob holds exactly the positions [p0, p1)."""
+        held = state_blob.positions(blob, cell_extra=self._cell_extra)
+        wanted = np.arange(p0, p1, dtype=np.int32)
+        if not held or not all(np.array_equal(cache, wanted) for cache in held):
+            raise AuditFailed(f"these K and V are not those of positions [{p0}, {p1})")
 
     def cut(self, blob: Blob, p0: int, p1: int) -> Blob:
         """The part of a blob at positions [p0, p1)."""
@@ -226,6 +234,26 @@ class Cells:
         if lib.llama_state_set_data(self._ctx, _bytes(blob), size) != size:
             raise AuditFailed("llama.cpp did not take its own state back; open a new session")
         self.peak = self.used
+
+    def in_order(self, sequences: Sequence[int]) -> list[CellRun]:
+        """The cells of some sequences, in the order of the cells, in pieces that are copied one by one.
+
+        llama.cpp has no call for it. But a state begins with what every cell holds: so a buffer that has room for that,
+        and not for K and V, is filled as far as it goes, and refused. Raises AuditFailed where that has changed.
+        """
+        most = 256 + self.used * (8 + self._cell_extra + 4 * self.num_sequences)
+        begin = np.zeros(most, np.uint8)
+        with _llama.unsaid():
+            lib.llama_state_get_data(self._ctx, _bytes(begin), most)
+        runs: list[CellRun] = []
+        for pos, held in state_blob.members(begin, cell_extra=self._cell_extra):
+            for seq in held.intersection(sequences):
+                last = runs[-1] if runs else None
+                if last is not None and last[::2] == (seq, pos) and pos - last.p0 < self._slice:
+                    runs[-1] = last._replace(p1=pos + 1)
+                else:
+                    runs.append(CellRun(seq, pos, pos + 1))
+        return runs
 
     # -- looking --------------------------------------------------------------------------------------------------
 

@@ -129,6 +129,12 @@ class Columns:
         """The blobs that hold parked tokens."""
         return set(self.blob[self.parked].tolist())
 
+    def renumber_blobs(self, numbers: dict[int, int]) -> None:
+        """The blobs have other numbers now."""
+        old = self.blob.copy()
+        for was, now in numbers.items():
+            self.blob[old == was] = now
+
     @property
     def last_visible(self) -> int | None:
         return last(self.visible)

@@ -94,6 +94,7 @@ class Engine:
         params.type_k = params.type_v = _llama.KV_TYPE_IDS[s.kv_type]
         params.kv_unified = True  # several streams: a partial seq_cp aborts
         params.swa_full = True  # else hidden cells block a window's recycling
+        params.rope_freq_base, params.rope_freq_scale = s.rope_freq_base, s.rope_freq_scale  # 0: the model's own
         params.offload_kqv = params.op_offload = False
         ctx = lib.llama_init_from_model(self.model.ptr, params)
         if not ctx:
@@ -133,6 +134,18 @@ class Engine:
         if self.reading:
             raise BadState("a session on this engine is still reading; its progress callback cannot touch any of them")
 
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a session's progress callback may run, which can touch none of them."""
+        with self.lock:
+            self._check_open()
+            self.check_idle()
+            self.reading = True
+            try:
+                yield
+            finally:
+                self.reading = False
+
     def take_sequences(self) -> list[int]:
         """Sequence ids for one more session: its live sequence, then its archives."""
         with self.lock:
@@ -166,6 +179,11 @@ class Engine:
     @property
     def cells_free(self) -> int:
         return self._cells.free
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether free cells may lie between those in use."""
+        return self._cells.peak > self._cells.used
 
     @property
     def cells_scanned(self) -> int:
@@ -347,6 +365,34 @@ class Engine:
         """Copies of K and V of these cells, slice by slice; the cells stay."""
         self.settle()
         return self._cells.copies(run)
+
+    def slices(self, run: CellRun) -> list[CellRun]:
+        """The pieces :meth:`copies` copies a run in."""
+        return self._cells.slices(run)
+
+    def in_order(self, sequences: Sequence[int]) -> list[CellRun]:
+        """The cells of some sequences in the order of the cells, as pieces to copy. Raises AuditFailed."""
+        with self._open_cells() as cells:
+            self.settle()
+            return cells.in_order(sequences)
+
+    def state(self, seq: int) -> Blob:
+        """The whole state of a sequence, of any kind of memory; with a window without what lies outside it."""
+        with self._open_cells() as cells:
+            self.settle()
+            return cells.save(seq)
+
+    def load_state(self, seq: int, blob: Blob, num_cells: int) -> None:
+        """A state of ``num_cells`` tokens comes into an empty sequence. Raises ContextFull; then nothing has
+        changed."""
+        with self._open_cells() as cells:
+            cells.load(seq, blob)
+            cells.used += num_cells
+            cells.peak = max(cells.peak, cells.used)
+
+    def check_blob(self, blob: Blob, p0: int, p1: int) -> None:
+        """Raise AuditFailed unless a blob holds K and V of exactly the positions [p0, p1)."""
+        self._cells.check_blob(blob, p0, p1)
 
     def cut(self, blob: ParkedBlob, p0: int, p1: int) -> Blob:
         """What a parked blob holds at positions [p0, p1). Raises DamagedFile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,14 +50,17 @@ class Former:
 class Journal:
     """Receipts in order, and how to undo the edits among them, the newest first."""
 
-    def __init__(self) -> None:
-        self._receipts: deque[Receipt] = deque(maxlen=_LENGTH)
-        self._undo: deque[tuple[Receipt, Former]] = deque(maxlen=_LENGTH)
+    def __init__(self, receipts: Iterable[Receipt] = (), edits: Iterable[tuple[Receipt, Former]] = ()) -> None:
+        self._receipts: deque[Receipt] = deque(receipts, maxlen=_LENGTH)
+        self._undo: deque[tuple[Receipt, Former]] = deque(edits, maxlen=_LENGTH)
 
     def copy(self) -> Journal:
-        other = Journal()
-        other._receipts, other._undo = self._receipts.copy(), self._undo.copy()
-        return other
+        return Journal(self._receipts, self._undo)
+
+    @property
+    def edits(self) -> tuple[tuple[Receipt, Former], ...]:
+        """Those that can be undone, the oldest first."""
+        return tuple(self._undo)
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:

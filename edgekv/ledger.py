@@ -264,6 +264,19 @@ class Ledger:
         """The session ends: it no longer holds the cells it shares."""
         self.shares.release(self._cell_ids(self.columns, self.originals))
 
+    def restore(
+        self,
+        ids: npt.NDArray[np.int32],
+        columns: Columns,
+        places: Places,
+        originals: tuple[Original, ...],
+        history: History,
+    ) -> None:
+        """Be what another ledger was."""
+        self._n, self._ids, self._columns, self._rows = len(ids), ids, columns, None
+        self.places, self.originals, self.history = places, originals, history
+        self._follow()
+
     # -- copies -------------------------------------------------------------------------------------------------
 
     def trial(self) -> Ledger:

@@ -30,6 +30,21 @@ class Places:
     def __len__(self) -> int:
         return self._n
 
+    @classmethod
+    def of(cls, n: int, index_of: Numbers | None) -> Places:
+        """Of ``n`` tokens whose indexes, row by row, are those; None: the same as the rows."""
+        places = cls()
+        places._n, places._index_of = n, index_of
+        if index_of is not None:
+            places._row_of = np.empty(n, np.int64)
+            places._row_of[index_of] = np.arange(n)
+        return places
+
+    @property
+    def index_of(self) -> Numbers | None:
+        """int64 (n,): the index of each row; None while they are the same."""
+        return self._index_of
+
     def copy(self) -> Places:
         other = Places()
         other._n, other._index_of, other._row_of = self._n, self._index_of, self._row_of  # replaced, never changed

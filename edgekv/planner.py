@@ -34,7 +34,7 @@ class Planner(Rereads):
         """
         chosen = rows & self._ledger.columns.visible
         if not chosen.any():
-            raise BadState("nothing to mask: the target's tokens are all masked or evicted already")
+            raise BadState("nothing to mask: the target's tokens are all masked, parked or evicted already")
         self._check_sinks(chosen, force)
         after = self._ledger.columns.copy()
         after.state[chosen] = State.MASKED

@@ -75,6 +75,12 @@ class Record:
         self.ledger.release()
         self.engine.parking.release(self)
 
+    def abandon(self, num_cells: int) -> None:
+        """As :meth:`release`, when ``num_cells`` cells are there and not all that the ledger speaks of."""
+        self.released = True
+        self.engine.give_back(self._sequences, num_cells)
+        self.engine.parking.release(self)
+
     def apply(self, steps: Sequence[Step]) -> None:
         """The native half of an edit. Its steps were checked by the planner; one that fails breaks the session."""
         try:

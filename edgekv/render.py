@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from .receipts import count, size
 
 if TYPE_CHECKING:
+    from .model import Model, TokenArray
     from .session import Session
     from .spans import Span
 
@@ -41,12 +42,12 @@ def _row(session: Session, span: Span) -> tuple[str, str, str, str, str]:
         state = next(iter(states)).name.lower()
     else:
         state = ", ".join(f"{n:,} {s.name.lower()}" for s, n in states.items()) or "empty"
-    return (span.name, span.role or "-", f"[{span.start}, {span.stop})", state, _preview(session, span))
+    begins = preview(session.model, session.tokens[span.start : span.stop])
+    return (span.name, span.role or "-", f"[{span.start}, {span.stop})", state, begins)
 
 
-def _preview(session: Session, span: Span) -> str:
-    """The beginning of a span's text; what a terminal would act on is shown as U+FFFD."""
+def preview(model: Model, tokens: TokenArray) -> str:
+    """The beginning of a text; what a terminal would act on is shown as U+FFFD."""
     most = 4 * _PREVIEW  # a token may be a quarter of a character
-    tokens = session.tokens[span.start : min(span.stop, span.start + most)]
-    text = " ".join(session.model.detokenize(tokens).split())
+    text = " ".join(model.detokenize(tokens[:most]).split())
     return "".join(c if c.isprintable() else "\ufffd" for c in text)

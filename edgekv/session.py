@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from . import numerics, render
-from .base import verb
+from . import manifest, numerics, render, saving
+from .base import Lease, verb
 from .columns import State
 from .edits import Edits
+from .engine import Engine
 from .errors import BadState, MaskUnsupported, UnknownSpan
 from .generation import Generation, Request
 from .host import BOS_NAME, Host
-from .model import TokenArray
+from .manifest import Manifest
+from .model import Model, TokenArray
+from .reader import Progress
 from .receipts import Audit, Stats
-from .sampling import GREEDY, Sampling
+from .sampling import Sampling
+from .settings import Settings
 from .spans import Range, Span, Target
+from .store import Stored
 from .transcript import Transcript
 
 
@@ -29,7 +36,8 @@ class Session(Edits):
     session opened itself it closes itself. ``settings`` with ``n_ctx``, ``kv_type`` and ``n_threads`` as shortcuts
     say how the context is opened (not with an Engine, which is open already). ``on_unsupported``: what a model's
     memory cannot do is refused ("refuse"), or done at a restart's price, as the receipt says ("recompute").
-    ``progress``, an attribute, is called with (tokens read, tokens to read) after every batch of a reading.
+    ``sampling``, an attribute, is what generations use that are told nothing else. ``progress``, another, is called
+    with (tokens read, tokens to read) after every batch of a reading.
 
     Raises ModelError, TooLarge and UsageError as Model and Engine do.
     """
@@ -146,12 +154,14 @@ class Session(Edits):
         self,
         max_tokens: int = 256,
         *,
-        sampling: Sampling = GREEDY,
+        sampling: Sampling | None = None,
         stop: str | Iterable[str] = (),
         name: str | None = None,
         role: str = "assistant",
     ) -> Generation:
         """Continue the transcript; the result streams and becomes a span. See :class:`Generation`.
+
+        sampling: how tokens are chosen; the session's own ``sampling``, greedy unless it was set, by default.
 
         Cost: one token read for every token kept, one more after an edit.
         Guarantees: a token is in the cache and in the text, or in neither, whatever stops it. (A stop string stays in
@@ -162,7 +172,9 @@ class Session(Edits):
         if name is not None:
             self._check_name(name)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._generation = Generation(Host(self._transcript), Request(max_tokens, sampling, stops, name, role))
+        self._generation = Generation(
+            Host(self._transcript), Request(max_tokens, sampling or self.sampling, stops, name, role)
+        )
         return self._generation
 
     @verb
@@ -179,7 +191,62 @@ class Session(Edits):
         """
         other = object.__new__(type(self))
         other._begin(Transcript(self.engine, of=self._transcript), self._lease.take())
+        other.sampling = self.sampling
         return other
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    @verb
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the whole session to a file; returns its size in bytes.
+
+        All of it: tokens, K and V, masks, gaps, parked spans, tags, influence, undo, next logits, ``sampling``. The
+        file is for its owner only (0600), as the text can be read out of it. It is replaced as a whole: whatever
+        happens, a power cut included, the old one or the new one is there. ``progress`` is called with (cells copied,
+        cells to copy).
+
+        Cost: K and V are copied out and written; no token is read.
+        Guarantees: :meth:`load` goes on as this session would, which does not change.
+        Raises FileError (a folder, no permission, disk full); then the file is as it was.
+        """
+        with self.engine.busy():
+            return saving.save(Path(path), self._transcript, self.sampling, self.progress)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        source: str | os.PathLike[str] | Model | Engine | None = None,
+        *,
+        settings: Settings | None = None,
+        n_threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Session:
+        """The session that :meth:`save` wrote, on the same model and in the same kind of cache.
+
+        ``source`` as in Session(); None takes the model from where it was. The context is opened as it was, unless
+        ``settings`` say otherwise. Every byte of the file is checked before llama.cpp sees one.
+
+        Cost: K and V are read from the file and copied; no token is read.
+        Guarantees: exact; greedy generation goes on as it would have.
+        Raises NotEdgekvFile, DamagedFile, WrongFile (another model, KV type, flash attention, RoPE setting, a newer
+        format), FileError (cannot be opened), ContextFull (more cells than there are), and as Session(); then nothing
+        has changed.
+        """
+        lease = Lease()
+        try:
+            with Stored(Path(path)) as stored:
+                facts = manifest.read(stored, "session")
+                engine = _engine_for(stored, facts, source, settings or saving.settings_of(facts, n_threads), lease)
+                with engine.busy():
+                    transcript, sampling = saving.load(stored, facts, engine, progress)
+            session = object.__new__(cls)
+            session._begin(transcript, lease)
+            session.sampling = sampling
+            return session
+        except BaseException:
+            lease.stack.close()
+            raise
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -263,3 +330,21 @@ class Session(Edits):
         Cost: copies the session's K and V once. Raises AuditFailed with the first difference.
         """
         return self._transcript.record.audit()
+
+
+def _engine_for(
+    stored: Stored,
+    facts: Manifest,
+    source: str | os.PathLike[str] | Model | Engine | None,
+    settings: Settings,
+    lease: Lease,
+) -> Engine:
+    """The engine a saved session comes to; one that is opened for it belongs to ``lease``."""
+    if isinstance(source, Engine):
+        return source
+    if isinstance(source, Model):
+        model = source
+    else:
+        model = lease.stack.enter_context(Model(facts.model.path if source is None else source))
+    manifest.check(stored, facts, model, settings)
+    return lease.stack.enter_context(Engine(model, settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,11 @@ _LOGITS_BUDGET: Final = 32 * memory.MIB
 class Settings:
     """How a context is opened.
 
-    n_ctx: cells, rounded up to 256. n_batch: tokens a decode call, which is also how long Ctrl-C may wait.
-    kv_type: f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use.
-    n_sessions, n_archives: sequences set aside; sessions and forks share the cells, and an archive takes masked spans
-    whose positions do not overlap. max_parked_bytes: parked spans beyond it go to ``park_folder``, those parked
-    longest ago first; None for no limit, and for a folder of the user's cache.
+    n_ctx: cells, rounded up to 256. n_batch: tokens a decode call, which is also how long Ctrl-C may wait. kv_type:
+    f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use. n_sessions, n_archives:
+    sequences set aside; sessions and forks share the cells, and an archive takes masked spans whose positions do not
+    overlap. rope_freq_base, rope_freq_scale: of RoPE, 0 for the model's own. max_parked_bytes: parked spans beyond it
+    go to ``park_folder``, those parked longest ago first; None for no limit, and for a folder of the user's cache.
     """
 
     n_ctx: int = 4096
@@ -37,6 +38,8 @@ class Settings:
     flash_attention: bool = True
     n_sessions: int = 5  # up to 32 sequences cost no memory, see max_outputs
     n_archives: int = 4
+    rope_freq_base: float = 0.0
+    rope_freq_scale: float = 0.0
     max_parked_bytes: int | None = None
     park_folder: str | os.PathLike[str] | None = None
 
@@ -53,6 +56,9 @@ class Settings:
             _check_number("n_threads", self.n_threads, _MAX_THREADS)
         if self.n_sequences() > _MAX_SEQUENCES:
             raise UsageError(f"{self.n_sequences()} sequences are wanted, llama.cpp has {_MAX_SEQUENCES}")
+        for name in ("rope_freq_base", "rope_freq_scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name} must be a number above 0, or 0 for the model's own")
         if self.kv_type.startswith("q") and not self.flash_attention:
             raise UsageError(f"kv_type {self.kv_type} needs flash attention; use f16 or leave flash attention on")
 

@@ -109,6 +109,15 @@ class SpanTable:
         self._spans[span.name] = span
         return span
 
+    @property
+    def counter(self) -> int:
+        """The number in the last name that was made up."""
+        return self._counter
+
+    def fill(self, spans: Iterable[Span], counter: int) -> None:
+        """Be what another table was."""
+        self._spans, self._counter = {s.name: s for s in spans}, counter
+
     def copy(self) -> SpanTable:
         other = SpanTable()
         other._spans, other._counter = dict(self._spans), self._counter

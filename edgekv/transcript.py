@@ -48,11 +48,18 @@ class Transcript:
     ``restarts``: what this model's memory cannot do is done by reading again. Targets are rows, bool (n,).
     """
 
-    def __init__(self, engine: Engine, *, restarts: bool = False, of: Transcript | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        restarts: bool = False,
+        of: Transcript | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self.engine: Final = engine
         self.restarts: Final[bool] = restarts if of is None else of.restarts
         self.record: Final[Record] = Record(engine, None if of is None else of.record)
-        self.journal: Final[Journal] = Journal() if of is None else of.journal.copy()
+        self.journal: Final[Journal] = journal or Journal() if of is None else of.journal.copy()
         self.reader: Final = Reader(self.record)
         self.ledger: Final = self.record.ledger
         self.spans: Final = self.record.spans

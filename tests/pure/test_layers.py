@@ -19,12 +19,14 @@ LAYERS = (
     ("compare", "demo"),
     ("doctor", "inspection", "prompt"),
     ("session",),
-    ("edits", "render"),
+    ("edits", "saving"),
+    ("render",),
     ("base",),
     ("together",),
     ("generation",),
     ("host",),
     ("transcript",),
+    ("snapshot",),
     ("reader", "journal"),
     ("record",),
     ("next_logits",),
@@ -36,7 +38,8 @@ LAYERS = (
     ("sampling",),
     ("engine",),
     ("batch", "cells", "parking"),
-    ("model",),
+    ("manifest",),
+    ("model", "store"),
     ("_llama", "settings", "state_blob", "fetch", "tiny", "receipts", "tally", "numerics"),
     ("catalog", "capabilities", "memory", "gguf", "_pip"),
     ("columns", "history", "places", "steps"),
@@ -123,8 +126,8 @@ def test_public_names() -> None:
 
 SESSION = {
     "append", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "influenced_by", "insert",
-    "lock", "logits", "logits_over", "mask", "masked", "model", "park", "progress", "recompute", "replace", "rewind",
-    "score", "span", "spans", "states", "stats", "text", "tokens", "undo", "unmask", "visible_tokens",
+    "load", "lock", "logits", "logits_over", "mask", "masked", "model", "park", "progress", "recompute", "replace",
+    "rewind", "save", "score", "span", "spans", "states", "stats", "text", "tokens", "undo", "unmask", "visible_tokens",
 }  # fmt: skip
 
 

@@ -1,0 +1,186 @@
+"""Manifests: what an edgekv file is, of which model and which cache, as JSON that can be read without a model."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from .errors import WrongFile
+from .model import Model
+from .settings import Settings
+from .store import MANIFEST, Content, Stored
+
+T = TypeVar("T")
+
+#: What this edgekv writes and reads; a file of a higher number is refused.
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model whose K and V they are; ``path`` is where it was when they were written."""
+
+    path: str
+    fingerprint: str
+    arch: str
+    n_vocab: int
+
+
+@dataclass(frozen=True)
+class CacheFacts:
+    """What K and V depend on beside the model; RoPE: 0 for the model's own."""
+
+    kv_type: str
+    flash_attention: bool
+    rope_freq_base: float
+    rope_freq_scale: float
+
+    @classmethod
+    def of(cls, settings: Settings) -> CacheFacts:
+        s = settings
+        return cls(s.kv_type, s.flash_attention, float(s.rope_freq_base), float(s.rope_freq_scale))
+
+
+@dataclass(frozen=True)
+class ContextFacts:
+    """The other settings of the context a session was in."""
+
+    n_ctx: int
+    n_batch: int
+    n_sessions: int
+    n_archives: int
+
+
+@dataclass(frozen=True)
+class SpanFacts:
+    """A span: half-open index range, how many tokens are in which state, and how its text begins."""
+
+    name: str
+    start: int
+    stop: int
+    role: str
+    tags: tuple[str, ...]
+    states: dict[str, int]
+    begins: str
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """``tokens``: how many are in which state; ``cells``: how many cells the session takes."""
+
+    context: ContextFacts
+    tokens: dict[str, int]
+    cells: int
+    spans: tuple[SpanFacts, ...]
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """A text of ``tokens`` tokens that was read behind ``attended`` others, of which ``begins`` is the beginning."""
+
+    name: str
+    tokens: int
+    attended: int
+    position: int
+    begins: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``kind``: "session" or "module", and one of the two behind it. written: ISO 8601, UTC."""
+
+    kind: str
+    format: int
+    written: str
+    edgekv: str
+    llama_cpp_python: str
+    machine: str
+    model: ModelFacts
+    cache: CacheFacts
+    session: SessionFacts | None = None
+    module: ModuleFacts | None = None
+
+
+@dataclass(frozen=True)
+class _Head:
+    kind: str
+    format: int
+
+
+def describe(
+    model: Model, settings: Settings, *, session: SessionFacts | None = None, module: ModuleFacts | None = None
+) -> Manifest:
+    """A manifest for one of the two, written now."""
+    from . import __version__
+
+    return Manifest(
+        kind="session" if session is not None else "module",
+        format=FORMAT,
+        written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        edgekv=__version__,
+        llama_cpp_python=_llama_version(),
+        machine=platform.machine(),
+        model=ModelFacts(str(model.path.resolve()), model.fingerprint, model.arch, model.n_vocab),
+        cache=CacheFacts.of(settings),
+        session=session,
+        module=module,
+    )
+
+
+@cache
+def _llama_version() -> str:
+    try:
+        return metadata.version("llama-cpp-python")
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def read(stored: Stored, kind: str = "") -> Manifest:
+    """The manifest of a file, of that kind if one is given. Raises DamagedFile, WrongFile (newer, or another kind)."""
+    head = decode(stored, MANIFEST, _Head)
+    if head.format > FORMAT:
+        raise WrongFile(
+            f"{stored.path} was written by a newer edgekv: format {head.format}, this one reads {FORMAT}; update edgekv"
+        )
+    if kind and head.kind != kind:
+        verb = "session.attach takes it" if head.kind == "module" else "Session.load takes it"
+        raise WrongFile(f"{stored.path} is a {head.kind}, not a {kind}; {verb}")
+    manifest = decode(stored, MANIFEST, Manifest)
+    if (manifest.session if head.kind == "session" else manifest.module) is None:
+        raise stored.damaged(f"it has no {head.kind} in its manifest")
+    return manifest
+
+
+def check(stored: Stored, manifest: Manifest, model: Model, settings: Settings) -> None:
+    """Raise WrongFile, with the reason, unless K and V of the file are those of this model in such a cache."""
+    if manifest.model.fingerprint != model.fingerprint:
+        theirs = f"{Path(manifest.model.path).name} ({manifest.model.fingerprint[:12]})"
+        raise WrongFile(
+            f"{stored.path} holds K and V of another model: {theirs}, and this is {model.path.name} "
+            f"({model.fingerprint[:12]}); open that one"
+        )
+    theirs_, ours = manifest.cache, CacheFacts.of(settings)
+    for name in ("kv_type", "flash_attention", "rope_freq_base", "rope_freq_scale"):
+        was, here = getattr(theirs_, name), getattr(ours, name)
+        if was != here:
+            raise WrongFile(f"{stored.path} was written with {name}={was!r}, here it is {here!r}; open with {was!r}")
+
+
+def encode(value: object) -> Content:
+    """A dataclass as JSON; bytes become base64."""
+    return bytes(msgspec.json.encode(value))
+
+
+def decode(stored: Stored, name: str, kind: type[T]) -> T:
+    """A member as that dataclass. Raises DamagedFile where it is none, a value of another type included."""
+    try:
+        return msgspec.json.decode(stored.read(name).tobytes(), type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as err:
+        raise stored.damaged(f"{name} is not as edgekv writes it ({err})") from err

@@ -1,0 +1,241 @@
+"""Saving: a session into a file, and back. What llama.cpp gets from a file was checked to the last byte before.
+
+Members: manifest.json, session.json (a :class:`~edgekv.snapshot.Snapshot`), logits of the next token, then K and V: a
+member a slice of cells, one a blob of parked tokens; or the whole state where a model has no cells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from . import manifest, render, snapshot, store
+from .columns import CellRun, State
+from .engine import Engine
+from .errors import AuditFailed, ContextFull, TooLarge, WrongFile
+from .manifest import ContextFacts, Manifest, SessionFacts, SpanFacts
+from .sampling import Sampling
+from .settings import Settings
+from .snapshot import Contradiction, Piece, Snapshot
+from .store import Content, Stored
+from .transcript import Transcript
+
+T = TypeVar("T")
+
+#: Called with (cells copied, cells to copy).
+Progress = Callable[[int, int], None]
+
+_SESSION: Final = "session.json"
+_NEXT: Final = "logits/next"
+_ORIGINAL: Final = "logits/original"
+_STATE: Final = "state"
+
+
+# -- out -------------------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, transcript: Transcript, sampling: Sampling, progress: Progress | None) -> int:
+    """Write a session to a file, whole or not at all; returns its size in bytes. Raises FileError, TooLarge."""
+    return store.write(path, _members(transcript, sampling, progress or (lambda _done, _all: None)), private=True)
+
+
+def _members(transcript: Transcript, sampling: Sampling, progress: Progress) -> Iterator[tuple[str, Content]]:
+    record, engine = transcript.record, transcript.engine
+    record.next.keep_logits()  # copying may decode, see Engine.settle
+    taken = _snapshot(transcript, sampling)
+    yield store.MANIFEST, manifest.encode(_describe(transcript))
+    yield _SESSION, manifest.encode(taken)
+    if taken.next_view is not None:
+        yield _NEXT, record.next.array().view(np.uint8)
+    if record.original is not None:
+        yield _ORIGINAL, record.original[2].view(np.uint8)
+    if not record.ledger.has_cells:
+        yield _STATE, engine.state(record.live) if record.ledger.num_cells else b""
+    yield from _told(_copies(taken, transcript), [*taken.cells, *taken.blobs], progress)
+
+
+def _copies(taken: Snapshot, transcript: Transcript) -> Iterator[tuple[str, Content]]:
+    """K and V, piece by piece, so that they are never in memory as a whole."""
+    engine, sequences = transcript.engine, (transcript.ledger.live, *transcript.ledger.archives)
+    for i, piece in enumerate(taken.cells):
+        for _, blob in engine.copies(CellRun(sequences[piece.number], piece.p0, piece.p1)):
+            yield f"cells/{i}", blob
+    for piece in taken.blobs:
+        yield f"parked/{piece.number}", engine.parking.get(piece.number).read()
+
+
+def _told(items: Iterable[T], pieces: Sequence[Piece], progress: Progress) -> Iterator[T]:
+    """The items, one a piece; ``progress`` hears of each that was used."""
+    done, total = 0, sum(piece.p1 - piece.p0 for piece in pieces)
+    for item, piece in zip(items, pieces, strict=True):
+        yield item
+        done += piece.p1 - piece.p0
+        progress(done, total)
+
+
+def _in_order(transcript: Transcript) -> list[CellRun]:
+    """The slices of cells to copy, in the order the cells have, without holes: attention adds up in that order, so a
+    load goes on bit for bit. Where llama.cpp does not tell it any more, in the order of positions."""
+    ledger, engine = transcript.ledger, transcript.engine
+    with contextlib.suppress(TooLarge):  # then its holes stay, and the sums differ by the noise of cell order
+        if engine.has_holes:
+            engine.compact()
+    slices = [part for run in ledger.cell_runs() for part in engine.slices(run)]
+    with contextlib.suppress(AuditFailed):
+        found = engine.in_order((ledger.live, *ledger.archives))
+        return found if _cells_of(found) == _cells_of(slices) else slices
+    return slices
+
+
+def _cells_of(runs: Iterable[CellRun]) -> set[tuple[int, int]]:
+    return {(run.seq, pos) for run in runs for pos in range(run.p0, run.p1)}
+
+
+def _snapshot(transcript: Transcript, sampling: Sampling) -> Snapshot:
+    record, ledger, engine = transcript.record, transcript.ledger, transcript.engine
+    held = [(number, engine.parking.get(number)) for number in sorted(ledger.columns.blobs)]
+    return snapshot.take(
+        ledger,
+        record.spans,
+        transcript.journal,
+        tally=record.tally,
+        next_view=record.next.view,
+        original=None if record.original is None else record.original[:2],
+        cells=_in_order(transcript) if ledger.has_cells else (),
+        blobs=[Piece(number, blob.p0, blob.p1) for number, blob in held],
+        restarts=transcript.restarts,
+        sampling=sampling,
+    )
+
+
+def _describe(transcript: Transcript) -> Manifest:
+    ledger, settings, model = transcript.ledger, transcript.engine.settings, transcript.engine.model
+    s = settings
+    spans = []
+    tokens, states = ledger.places.by_index(ledger.ids), ledger.places.by_index(ledger.columns.state)
+    for span in transcript.spans.ordered():
+        here = slice(span.start, span.stop)
+        begins = render.preview(model, tokens[here])
+        spans.append(
+            SpanFacts(span.name, *span.range, span.role, tuple(sorted(span.tags)), _count(states[here]), begins)
+        )
+    context = ContextFacts(s.n_ctx, s.n_batch, s.n_sessions, s.n_archives)
+    facts = SessionFacts(context, _count(ledger.columns.state), ledger.num_cells, tuple(spans))
+    return manifest.describe(model, settings, session=facts)
+
+
+def _count(states: npt.NDArray[np.int8]) -> dict[str, int]:
+    return {state.name.lower(): n for state in State if (n := int(np.count_nonzero(states == state)))}
+
+
+# -- and back --------------------------------------------------------------------------------------------------------
+
+
+def settings_of(facts: Manifest, n_threads: int | None) -> Settings:
+    """The settings a session was saved under, on this machine's threads."""
+    assert facts.session is not None
+    context, cache = facts.session.context, facts.cache
+    return Settings(
+        n_ctx=context.n_ctx,
+        n_batch=context.n_batch,
+        kv_type=cache.kv_type,
+        n_threads=n_threads,
+        flash_attention=cache.flash_attention,
+        n_sessions=context.n_sessions,
+        n_archives=context.n_archives,
+        rope_freq_base=cache.rope_freq_base,
+        rope_freq_scale=cache.rope_freq_scale,
+    )
+
+
+def load(
+    stored: Stored, facts: Manifest, engine: Engine, progress: Progress | None = None
+) -> tuple[Transcript, Sampling]:
+    """A session on ``engine`` as it was when it was saved.
+
+    Raises WrongFile, DamagedFile, ContextFull (not enough free cells), UsageError (no free session); then nothing has
+    changed.
+    """
+    manifest.check(stored, facts, engine.model, engine.settings)
+    used = engine.cells_used
+    try:
+        saved = manifest.decode(stored, _SESSION, Snapshot)
+        transcript = Transcript(engine, restarts=saved.restarts, journal=snapshot.journal_of(saved))
+    except Contradiction as err:
+        raise stored.damaged(f"its parts contradict each other: {err}") from err
+    try:
+        _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
+    except BaseException as err:
+        transcript.record.abandon(engine.cells_used - used)
+        if isinstance(err, Contradiction):
+            raise stored.damaged(f"its parts contradict each other: {err}") from err
+        if isinstance(err, AuditFailed):
+            raise stored.damaged(f"K and V are not what they are said to be: {err}") from err
+        raise
+    return transcript, saved.sampling.restored()
+
+
+def _fill(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Progress) -> None:
+    record, engine = transcript.record, transcript.engine
+    _check_archives(stored, saved, transcript)
+    saved.ledger_into(record.ledger, engine.model.n_vocab)
+    if record.ledger.num_cells > engine.cells_free:
+        raise ContextFull(
+            f"{stored.path} takes {record.ledger.num_cells:,} cells and {engine.cells_free:,} are free; open it with a "
+            f"larger n_ctx, or close other sessions"
+        )
+    next_logits = _logits(stored, _NEXT, saved.next_view, engine)
+    original = _logits(stored, _ORIGINAL, saved.original, engine)
+    record.spans.fill(saved.spans, saved.span_counter)
+    vars(record.tally).update(vars(saved.tally))
+    if record.ledger.has_cells:
+        _load_cells(stored, saved, transcript, progress)
+    elif record.ledger.num_cells:
+        engine.load_state(record.live, stored.read(_STATE), record.ledger.num_cells)
+        if engine.last_position(record.live) != record.ledger.cursor - 1:
+            raise Contradiction("the state ends at another position than its tokens")
+    if next_logits is not None and saved.next_view is not None:
+        record.next.in_copy(next_logits, saved.next_view)
+    if original is not None and saved.original is not None:
+        record.original = (*saved.original, original)
+
+
+def _check_archives(stored: Stored, saved: Snapshot, transcript: Transcript) -> None:
+    most = max((piece.number for piece in saved.cells), default=0)
+    if most > len(transcript.ledger.archives):
+        raise WrongFile(f"{stored.path} uses {most} archive sequences; open it with n_archives={most} or more")
+
+
+def _load_cells(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Progress) -> None:
+    record, engine = transcript.record, transcript.engine
+    numbers: dict[int, int] = {}
+
+    def load() -> Iterator[None]:
+        sequences = (record.ledger.live, *record.ledger.archives)
+        for i, piece in enumerate(saved.cells):
+            engine.load(CellRun(sequences[piece.number], piece.p0, piece.p1), stored.read(f"cells/{i}"))
+            yield
+        for blob in saved.blobs:
+            data = stored.read(f"parked/{blob.number}")
+            engine.check_blob(data, blob.p0, blob.p1)
+            numbers[blob.number] = engine.parking.put(CellRun(0, blob.p0, blob.p1), data)
+            yield
+
+    for _ in _told(load(), [*saved.cells, *saved.blobs], progress):
+        pass
+    record.ledger.columns.renumber_blobs(numbers)
+    engine.parking.hold(record, record.ledger.columns.blobs)
+
+
+def _logits(stored: Stored, name: str, wanted: object, engine: Engine) -> npt.NDArray[np.float32] | None:
+    if wanted is None:
+        return None
+    data = stored.read(name)
+    if len(data) != 4 * engine.model.n_vocab:
+        raise stored.damaged(f"{name} is of another vocabulary")
+    return data.view(np.float32)

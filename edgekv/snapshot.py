@@ -1,0 +1,284 @@
+"""Snapshots: a whole session as plain data, and back: tokens, states, spans, who saw what, the journal, next logits.
+
+K and V are not in here: a snapshot says which slices of cells and which blobs there are, in the order of their members.
+Sequences are numbered from the session's live one: 0 is that, 1 the first archive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .columns import NO_BLOB, CellRun, Columns, State
+from .history import Epoch, History, View
+from .journal import Former, Journal
+from .ledger import Ledger
+from .places import Places
+from .plans import Original
+from .receipts import Receipt
+from .sampling import Sampling
+from .shares import PRIVATE
+from .spans import Span, SpanTable
+from .tally import Tally
+
+T = TypeVar("T", bound=np.generic)
+
+MAX_POS: Final = (1 << 31) - 1
+
+
+class Contradiction(Exception):
+    """What a snapshot says cannot be; a file that says so was made, not written by edgekv."""
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise Contradiction(what)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns, each as little-endian bytes; ``seq`` is numbered from the live sequence."""
+
+    pos: bytes
+    state: bytes
+    seq: bytes
+    reserved: bytes
+    replaced: bytes
+    blob: bytes
+
+    @classmethod
+    def of(cls, columns: Columns, sequences: Sequence[int]) -> Table:
+        c = columns
+        number = np.zeros(max(sequences) + 1, np.int16)
+        number[list(sequences)] = np.arange(len(sequences))
+        seq = number[np.where(c.in_cells, c.seq, sequences[0])]
+        blob = np.where(c.parked, c.blob, NO_BLOB)
+        arrays: tuple[npt.NDArray[Any], ...] = (c.pos, c.state, seq, c.reserved, c.replaced, blob)
+        return cls(*(_bytes(array) for array in arrays))
+
+    def columns(self, length: int, sequences: Sequence[int]) -> Columns:
+        pos, state = _array(self.pos, np.int32, length), _states(self.state, length)
+        reserved, replaced = (_array(b, np.int8, length) for b in (self.reserved, self.replaced))
+        seq, blob = _array(self.seq, np.int16, length), _array(self.blob, np.int32, length)
+        _need(_within(seq, len(sequences)), "a token is in a sequence that is none of its session's")
+        _need(_within(pos, MAX_POS), "a token has no position")
+        there = np.asarray(sequences, np.int16)[seq]
+        cell = np.full(length, PRIVATE, np.int32)
+        return Columns(pos, state, there, reserved != 0, cell, replaced != 0, blob)
+
+
+@dataclass(frozen=True)
+class SavedOriginal:
+    row: int
+    seq: int
+    pos: int
+    hidden: View
+
+
+@dataclass(frozen=True)
+class SavedFormer:
+    """An edit that can be undone: its receipt, and how its tokens were before it."""
+
+    receipt: Receipt
+    indexes: bytes
+    state: bytes
+    reserved: bytes
+    replaced: bytes
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, receipt: Receipt, former: Former) -> SavedFormer:
+        c = former.columns
+        indexes, state = _bytes(former.indexes), _bytes(c.state)
+        return cls(receipt, indexes, state, _bytes(c.reserved), _bytes(c.replaced), former.spans)
+
+    def former(self, length: int) -> tuple[Receipt, Former]:
+        """Of a session of ``length`` tokens."""
+        indexes = np.frombuffer(self.indexes, "<i8").astype(np.int64)
+        _need(_within(indexes, length), "an edit speaks of tokens that are not there")
+        columns = Columns.dropped(len(indexes))
+        columns.state[:] = _states(self.state, len(indexes))
+        columns.reserved[:] = _array(self.reserved, np.int8, len(indexes)) != 0
+        columns.replaced[:] = _array(self.replaced, np.int8, len(indexes)) != 0
+        return self.receipt, Former(indexes, columns, self.spans)
+
+
+@dataclass(frozen=True)
+class SavedSampling:
+    """A Sampling whose biases are text, as JSON knows no infinity."""
+
+    sampling: Sampling
+    logit_bias: tuple[tuple[int, str], ...] | None
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> SavedSampling:
+        bias = sampling.logit_bias
+        told = None if bias is None else tuple((int(token), repr(float(value))) for token, value in bias.items())
+        return cls(replace(sampling, logit_bias=None), told)
+
+    def restored(self) -> Sampling:
+        if self.logit_bias is None:
+            return self.sampling
+        return replace(self.sampling, logit_bias={token: float(value) for token, value in self.logit_bias})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """K and V of positions [p0, p1): of sequence ``number``, or of blob ``number``."""
+
+    number: int
+    p0: int
+    p1: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """``index_of``: row -> index, None while they are the same. next_view: what was hidden when the next logits were
+    computed, None where there are none; original: the row and view of logits that wait for their token."""
+
+    ids: bytes
+    table: Table
+    index_of: bytes | None
+    originals: tuple[SavedOriginal, ...]
+    epochs: tuple[Epoch, ...]
+    spans: tuple[Span, ...]
+    span_counter: int
+    receipts: tuple[Receipt, ...]
+    undo: tuple[SavedFormer, ...]
+    tally: Tally
+    next_view: View | None
+    original: tuple[int, View] | None
+    cells: tuple[Piece, ...]
+    blobs: tuple[Piece, ...]
+    restarts: bool
+    sampling: SavedSampling
+
+    def __len__(self) -> int:
+        return len(self.ids) // 4
+
+    def ledger_into(self, ledger: Ledger, n_vocab: int) -> None:
+        """Fill an empty ledger; blobs keep the numbers of ``blobs``. Raises Contradiction; then it is not to be
+        used."""
+        n, sequences = len(self), (ledger.live, *ledger.archives)
+        ids, columns = _array(self.ids, np.int32, n), self.table.columns(n, sequences)
+        _need(_within(ids, n_vocab), "a token is outside the vocabulary")
+        waits = columns.where(State.MASKED) | columns.parked
+        _need(ledger.has_cells or not (waits.any() or self.originals), "a state has no masked or parked tokens")
+        places = None if self.index_of is None else _array(self.index_of, np.int64, n)
+        _need(places is None or np.array_equal(np.sort(places), np.arange(n)), "two tokens have one index")
+        self._check_ranges(n)
+        self._check_blobs(columns)
+        ledger.restore(
+            ids,
+            columns,
+            Places.of(n, places),
+            tuple(Original(o.row, sequences[o.seq], o.pos, o.hidden) for o in self._checked_originals(n, sequences)),
+            History(self.epochs),
+        )
+        if ledger.has_cells:
+            self._check_cells(ledger, sequences)
+
+    def _checked_originals(self, n: int, sequences: Sequence[int]) -> Iterator[SavedOriginal]:
+        for o in self.originals:
+            _need(0 <= o.row < n and 0 < o.seq < len(sequences) and 0 <= o.pos < MAX_POS, "a first reading is nowhere")
+            yield o
+
+    def _check_ranges(self, n: int) -> None:
+        """All ranges of rows and indexes lie in the transcript, and views are sorted."""
+        views = [o.hidden for o in self.originals] + [e.hidden for e in self.epochs]
+        views += [v for v in (self.next_view, self.original and self.original[1]) if v is not None]
+        computed = [r for e in self.epochs for r in e.computed]
+        spans = [s.range for s in (*self.spans, *(s for u in self.undo for s in u.spans))]
+        for start, stop in (*computed, *spans, *(r for view in views for r in view)):
+            _need(0 <= start <= stop <= n, "a range lies outside the transcript")
+        for view in views:
+            _need(all(a[1] <= b[0] for a, b in pairwise(view)), "what was hidden is out of order")
+        _need(all(e.gap is None or 0 <= e.gap <= n for e in self.epochs), "a gap lies outside the transcript")
+        _need(self.original is None or 0 <= self.original[0] < n, "logits wait for no token")
+        _need(len({s.name for s in self.spans}) == len(self.spans), "two spans have one name")
+
+    def _check_blobs(self, columns: Columns) -> None:
+        """Every parked token lies in a blob."""
+        _need([b.number for b in self.blobs] == sorted({b.number for b in self.blobs}), "two blobs have one number")
+        held = {b.number: b for b in self.blobs}
+        for number in columns.blobs:
+            _need(number in held, "a parked token is in no blob")
+            pos = columns.pos[columns.parked & (columns.blob == number)]
+            _need(bool(pos.min() >= held[number].p0 and pos.max() < held[number].p1), "a parked token is in no blob")
+
+    def _check_cells(self, ledger: Ledger, sequences: Sequence[int]) -> None:
+        """The slices hold exactly the cells of the ledger."""
+        held: dict[int, list[npt.NDArray[np.int32]]] = {seq: [] for seq in sequences}
+        for piece in self.cells:
+            _need(0 <= piece.number < len(sequences) and 0 <= piece.p0 < piece.p1 < MAX_POS, "a slice is nowhere")
+            _need(piece.p1 - piece.p0 <= len(self) + len(self.originals), "a slice is too long")
+            held[sequences[piece.number]].append(np.arange(piece.p0, piece.p1, dtype=np.int32))
+        for seq, wanted in ledger.expected_positions().items():
+            there = np.sort(np.concatenate([np.empty(0, np.int32), *held[seq]]))
+            _need(np.array_equal(there, wanted), "its cells are not those of its tokens")
+
+
+def journal_of(snapshot: Snapshot) -> Journal:
+    """Its receipts, and the edits that can be undone. Raises Contradiction."""
+    return Journal(snapshot.receipts, [undo.former(len(snapshot)) for undo in snapshot.undo])
+
+
+def take(
+    ledger: Ledger,
+    spans: SpanTable,
+    journal: Journal,
+    *,
+    tally: Tally,
+    next_view: View | None,
+    original: tuple[int, View] | None,
+    cells: Sequence[CellRun],
+    blobs: Sequence[Piece],
+    restarts: bool,
+    sampling: Sampling,
+) -> Snapshot:
+    """What a session is now; ``cells`` are the slices its K and V are copied in."""
+    sequences = (ledger.live, *ledger.archives)
+    number = {seq: i for i, seq in enumerate(sequences)}
+    index_of = ledger.places.index_of
+    return Snapshot(
+        ids=_bytes(ledger.ids),
+        table=Table.of(ledger.columns, sequences),
+        index_of=None if index_of is None else _bytes(index_of),
+        originals=tuple(SavedOriginal(o.row, number[o.seq], o.pos, o.hidden) for o in ledger.originals),
+        epochs=tuple(ledger.history.epochs),
+        spans=spans.ordered(),
+        span_counter=spans.counter,
+        receipts=journal.receipts,
+        undo=tuple(SavedFormer.of(*edit) for edit in journal.edits),
+        tally=tally,
+        next_view=next_view,
+        original=original,
+        cells=tuple(Piece(number[run.seq], run.p0, run.p1) for run in cells),
+        blobs=tuple(blobs),
+        restarts=restarts,
+        sampling=SavedSampling.of(sampling),
+    )
+
+
+def _bytes(array: npt.NDArray[Any]) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def _array(data: bytes, dtype: type[T], length: int) -> npt.NDArray[T]:
+    _need(len(data) == length * np.dtype(dtype).itemsize, "its columns are not of one length")
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype)
+
+
+def _states(data: bytes, length: int) -> npt.NDArray[np.int8]:
+    state = _array(data, np.int8, length)
+    _need(_within(state, len(State)), "a token is in no known state")
+    return state
+
+
+def _within(values: npt.NDArray[Any], stop: int) -> bool:
+    return not len(values) or bool(values.min() >= 0 and values.max() < stop)
