@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .errors import EdgekvError as EdgekvError
     from .generation import Generation as Generation
     from .model import Model as Model
+    from .prefilling import prefill as prefill
     from .receipts import Audit as Audit
     from .receipts import Receipt as Receipt
     from .receipts import Stats as Stats
@@ -46,6 +47,7 @@ _HOME = {
     "Stats": "receipts",
     "Timings": "receipts",
     "decode_together": "together",
+    "prefill": "prefilling",
 }
 
 __all__ = [*sorted(_HOME), "__version__", "errors"]

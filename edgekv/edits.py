@@ -253,6 +253,11 @@ class Edits(Base):
             raise UsageError(f"{name!r} is the span of the model's own first token; choose another name")
         self._spans.check_name(name)
 
+    @property
+    def _first_tokens(self) -> TokenArray:
+        """int32 (0 or 1,): the model's BOS, in front of a session's first text."""
+        return np.asarray([self.model.bos] if self._ledger.blank and self.model.bos is not None else [], np.int32)
+
     def _tokens(self, text: str | Iterable[int] | TokenArray, *, special: bool = False) -> TokenArray:
         return self.model.tokenize(text, special=special) if isinstance(text, str) else self.model.check_tokens(text)
 

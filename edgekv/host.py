@@ -14,11 +14,16 @@ from .errors import ClosedError
 from .model import Model
 from .next_logits import NextLogits
 from .sampling import Sampler, Sampling
-from .spans import Span
+from .spans import Range, Span, SpanTable
 from .tally import Turn
 from .transcript import Transcript
 
 BOS_NAME: Final = "<bos>"
+
+
+def register_bos(spans: SpanTable, read: Range) -> Span:
+    """The span of the model's own first token, the first of those read."""
+    return spans.add(Span(BOS_NAME, read[0], read[0] + 1, "control"))
 
 
 class Host:
@@ -47,7 +52,7 @@ class Host:
             raise ClosedError("the session was closed; open a new one")
         if self._ledger.blank and self.model.bos is not None:
             bos = np.asarray([self.model.bos], np.int32)
-            self._reader.read(bos, lambda read: self._transcript.spans.add(Span(BOS_NAME, *read, "control")))
+            self._reader.read(bos, lambda read: register_bos(self._transcript.spans, read))
         visible, masked = self._ledger.count(State.VISIBLE), self._ledger.count(State.MASKED)
         self._record.tally.begin_generation(visible, masked)
         return Sampler(self.model, sampling, self._ledger.visible_tokens), len(self._ledger)

@@ -174,8 +174,18 @@ class Ledger:
 
     def append(self, tokens: npt.NDArray[np.int32], pos: int) -> Range:
         """Record tokens that now stand in the live sequence from position ``pos`` on; returns their indexes."""
+        self.history.computed(self._n, self._n + len(tokens), self.view, self.first_gap)
+        return self._append(tokens, pos)
+
+    def append_alone(self, tokens: npt.NDArray[np.int32], pos: int, hidden: View, *, foreign: bool) -> Range:
+        """As :meth:`append`, of tokens that did not see what is ``hidden``. ``foreign``: they saw others, which are not
+        here, so that a fresh prefill would compute all of them otherwise."""
+        gap = self._n - 1 if foreign else self.first_gap
+        self.history.computed_alone(self._n, self._n + len(tokens), hidden, gap)
+        return self._append(tokens, pos)
+
+    def _append(self, tokens: npt.NDArray[np.int32], pos: int) -> Range:
         start, stop = self._n, self._n + len(tokens)
-        self.history.computed(start, stop, self.view, self.first_gap)
         if stop > len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty(stop, np.int32)])
             self._columns = self._columns.grown(len(self._ids))

@@ -12,14 +12,13 @@ from .spans import Range, Span
 class Receipt:
     """What an edit did and what it cost.
 
-    verb: mask, unmask, park, evict, rewind, insert, replace, recompute, compact, undo. ranges: index ranges it changed.
-    tokens: how many. ms: wall time in milliseconds.
-    gap: "close", "keep", or "tail" when nothing visible stood behind (the cursor moved back instead).
-    moved: tokens whose position changed. freed: cells given back. copied: cells copied, as a fork holds them too.
-    influenced: visible tokens computed while tokens now hidden were visible, directly or through others.
-    unaware: visible tokens behind tokens now shown that were computed without them.
-    prefilled: tokens read by the edit itself. reread: tokens that will be read again before the next one is sampled.
-    reused: visible tokens behind the edit whose K/V was kept, which a restart would have read again.
+    verb: mask, unmask, park, evict, rewind, insert, replace, attach, recompute, compact, undo. ranges: index ranges
+    it changed. tokens: how many. ms: wall time in milliseconds. gap: "close", "keep", or "tail" when nothing visible
+    stood behind (the cursor moved back instead). moved: tokens whose position changed. freed: cells given back.
+    copied: cells copied, as a fork holds them too. influenced: visible tokens computed while tokens now hidden were
+    visible, directly or through others. unaware: visible tokens behind tokens now shown that were computed without
+    them. prefilled: tokens read by the edit itself. reread: tokens that will be read again before the next one is
+    sampled. reused: visible tokens behind the edit whose K/V was kept, which a restart would have read again.
     parked_bytes: K and V copied out of the cache. loaded_bytes: K and V that came back from where they were parked.
     masked: tokens masked in the whole session afterwards. span: the new text's. undone: the verb that was undone.
     notes: what the user should know.
@@ -95,7 +94,8 @@ class Receipt:
             details.append(f"{count(self.prefilled, 'token')} read")
         details += [f"{count(self.freed, 'cell')} freed"] if self.freed else []
         details += [f"{size(self.parked_bytes)} parked"] if self.parked_bytes else []
-        details += [f"{size(self.loaded_bytes)} brought back"] if self.loaded_bytes else []
+        came = "loaded" if self.verb == "attach" else "brought back"
+        details += [f"{size(self.loaded_bytes)} {came}"] if self.loaded_bytes else []
         details += [f"{count(self.copied, 'cell')} copied, as a fork holds them too"] if self.copied else []
         return [*details, *self.notes]
 
@@ -112,6 +112,7 @@ _PAST = {
     "mask": "masked",
     "unmask": "unmasked",
     "park": "parked",
+    "attach": "attached",
     "evict": "evicted",
     "rewind": "dropped",
     "insert": "inserted",

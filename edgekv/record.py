@@ -7,7 +7,7 @@ marked broken with a message that says how to go on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -113,7 +113,7 @@ class Record:
         finally:
             parking.drop_unheld()
 
-    def load(self, loads: Sequence[tuple[Load, Bytes]]) -> None:
+    def load(self, loads: Iterable[tuple[Load, Bytes]]) -> None:
         """Parked K and V come aside, all or nothing. Raises ContextFull, AuditFailed."""
         done: list[Load] = []
         try:

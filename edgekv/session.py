@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from . import manifest, numerics, render, saving
-from .base import Lease, verb
+from . import numerics, render
+from .base import verb
 from .columns import State
-from .edits import Edits
-from .engine import Engine
 from .errors import BadState, MaskUnsupported, UnknownSpan
 from .generation import Generation, Request
-from .host import BOS_NAME, Host
-from .manifest import Manifest
-from .model import Model, TokenArray
-from .reader import Progress
+from .host import Host, register_bos
+from .keeping import Keeping
+from .model import TokenArray
 from .receipts import Audit, Stats
 from .sampling import Sampling
-from .settings import Settings
 from .spans import Range, Span, Target
-from .store import Stored
 from .transcript import Transcript
 
 
-class Session(Edits):
+class Session(Keeping):
     """One transcript over llama.cpp's sequences.
 
     ``source``: a manifest name, a path to a GGUF file, a :class:`Model`, or an :class:`Engine` to share. What the
@@ -80,11 +73,11 @@ class Session(Edits):
         if name is not None:
             self._check_name(name)
         tokens, span_of = self._tokens(text, special=special), self._namer(name, role, tags)
-        bos = self._bos_for(text) if len(tokens) else np.empty(0, np.int32)
+        bos = self._first_tokens if len(tokens) and isinstance(text, str) else np.empty(0, np.int32)
 
         def register(read: Range) -> Span:
             if len(bos):
-                self._spans.add(Span(BOS_NAME, read[0], read[0] + 1, "control"))
+                register_bos(self._spans, read)
             return span_of((read[1] - len(tokens), read[1]))
 
         if not len(tokens):
@@ -103,11 +96,6 @@ class Session(Edits):
             raise BadState("what a text is to attend to must be visible; unmask it first")
         chosen[self._transcript.record.plan.sinks] = True
         return chosen & self._ledger.columns.visible
-
-    def _bos_for(self, text: object) -> TokenArray:
-        """The BOS token in front of a session's first text; token ids are read as given."""
-        first = isinstance(text, str) and self._ledger.blank and self.model.bos is not None
-        return np.asarray([self.model.bos] if first else [], np.int32)
 
     @verb
     def score(self, text: str | Iterable[int] | TokenArray) -> npt.NDArray[np.float64]:
@@ -194,60 +182,6 @@ class Session(Edits):
         other.sampling = self.sampling
         return other
 
-    # -- files --------------------------------------------------------------------------------------------------
-
-    @verb
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the whole session to a file; returns its size in bytes.
-
-        All of it: tokens, K and V, masks, gaps, parked spans, tags, influence, undo, next logits, ``sampling``. The
-        file is for its owner only (0600), as the text can be read out of it. It is replaced as a whole: whatever
-        happens, a power cut included, the old one or the new one is there. ``progress`` is called with (cells copied,
-        cells to copy).
-
-        Cost: K and V are copied out and written; no token is read.
-        Guarantees: :meth:`load` goes on as this session would, which does not change.
-        Raises FileError (a folder, no permission, disk full); then the file is as it was.
-        """
-        with self.engine.busy():
-            return saving.save(Path(path), self._transcript, self.sampling, self.progress)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        source: str | os.PathLike[str] | Model | Engine | None = None,
-        *,
-        settings: Settings | None = None,
-        n_threads: int | None = None,
-        progress: Progress | None = None,
-    ) -> Session:
-        """The session that :meth:`save` wrote, on the same model and in the same kind of cache.
-
-        ``source`` as in Session(); None takes the model from where it was. The context is opened as it was, unless
-        ``settings`` say otherwise. Every byte of the file is checked before llama.cpp sees one.
-
-        Cost: K and V are read from the file and copied; no token is read.
-        Guarantees: exact; greedy generation goes on as it would have.
-        Raises NotEdgekvFile, DamagedFile, WrongFile (another model, KV type, flash attention, RoPE setting, a newer
-        format), FileError (cannot be opened), ContextFull (more cells than there are), and as Session(); then nothing
-        has changed.
-        """
-        lease = Lease()
-        try:
-            with Stored(Path(path)) as stored:
-                facts = manifest.read(stored, "session")
-                engine = _engine_for(stored, facts, source, settings or saving.settings_of(facts, n_threads), lease)
-                with engine.busy():
-                    transcript, sampling = saving.load(stored, facts, engine, progress)
-            session = object.__new__(cls)
-            session._begin(transcript, lease)
-            session.sampling = sampling
-            return session
-        except BaseException:
-            lease.stack.close()
-            raise
-
     # -- looking ------------------------------------------------------------------------------------------------
 
     @property
@@ -330,21 +264,3 @@ class Session(Edits):
         Cost: copies the session's K and V once. Raises AuditFailed with the first difference.
         """
         return self._transcript.record.audit()
-
-
-def _engine_for(
-    stored: Stored,
-    facts: Manifest,
-    source: str | os.PathLike[str] | Model | Engine | None,
-    settings: Settings,
-    lease: Lease,
-) -> Engine:
-    """The engine a saved session comes to; one that is opened for it belongs to ``lease``."""
-    if isinstance(source, Engine):
-        return source
-    if isinstance(source, Model):
-        model = source
-    else:
-        model = lease.stack.enter_context(Model(facts.model.path if source is None else source))
-    manifest.check(stored, facts, model, settings)
-    return lease.stack.enter_context(Engine(model, settings))

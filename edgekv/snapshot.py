@@ -198,7 +198,7 @@ class Snapshot:
             _need(0 <= start <= stop <= n, "a range lies outside the transcript")
         for view in views:
             _need(all(a[1] <= b[0] for a, b in pairwise(view)), "what was hidden is out of order")
-        _need(all(e.gap is None or 0 <= e.gap <= n for e in self.epochs), "a gap lies outside the transcript")
+        _need(all(e.gap is None or -1 <= e.gap <= n for e in self.epochs), "a gap lies outside the transcript")
         _need(self.original is None or 0 <= self.original[0] < n, "logits wait for no token")
         _need(len({s.name for s in self.spans}) == len(self.spans), "two spans have one name")
 

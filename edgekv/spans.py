@@ -5,6 +5,7 @@ Pure Python and numpy; a range is a ``(start, stop)`` tuple of token indexes, se
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -103,6 +104,13 @@ class SpanTable:
             name = f"{stem}-{self._counter}"
             if name not in self._spans:
                 return name
+
+    def free(self, name: str) -> str:
+        """That name, or one made from it where it is taken or cannot name a span."""
+        with contextlib.suppress(UsageError):
+            self.check_name(name)
+            return name
+        return self.free_name(name)
 
     def add(self, span: Span) -> Span:
         self.check_name(span.name)

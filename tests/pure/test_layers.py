@@ -18,8 +18,10 @@ LAYERS = (
     ("cli",),
     ("compare", "demo"),
     ("doctor", "inspection", "prompt"),
+    ("prefilling",),
     ("session",),
-    ("edits", "saving"),
+    ("keeping",),
+    ("edits", "saving", "modules"),
     ("render",),
     ("base",),
     ("together",),
@@ -120,14 +122,16 @@ def test_public_names() -> None:
     assert set(edgekv.__all__) == {
         "Audit", "Capabilities", "Capability", "EdgekvError", "Engine", "Generation", "Model", "Receipt", "Sampling",
         "Session", "Settings", "Span", "State", "Stats", "Timings", "__version__", "decode_together", "errors",
+        "prefill",
     }  # fmt: skip
     assert all(getattr(edgekv, name) is not None for name in edgekv.__all__)
 
 
 SESSION = {
-    "append", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "influenced_by", "insert",
-    "load", "lock", "logits", "logits_over", "mask", "masked", "model", "park", "progress", "recompute", "replace",
-    "rewind", "save", "score", "span", "spans", "states", "stats", "text", "tokens", "undo", "unmask", "visible_tokens",
+    "append", "attach", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "influenced_by",
+    "insert", "load", "lock", "logits", "logits_over", "mask", "masked", "model", "park", "progress", "recompute",
+    "replace", "rewind", "save", "score", "span", "spans", "states", "stats", "text", "tokens", "undo", "unmask",
+    "visible_tokens",
 }  # fmt: skip
 
 

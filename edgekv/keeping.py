@@ -1,0 +1,128 @@
+"""Keeping: the verbs of a session that go through files: save, load, attach."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from . import manifest, modules, saving
+from .base import Lease, verb
+from .edits import Edits
+from .engine import Engine
+from .errors import MaskUnsupported
+from .host import register_bos
+from .manifest import Manifest
+from .model import Model
+from .reader import Progress
+from .receipts import Receipt
+from .settings import Settings
+from .store import Stored
+
+K = TypeVar("K", bound="Keeping")
+
+
+class Keeping(Edits):
+    """See :class:`Session`."""
+
+    @verb
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the whole session to a file; returns its size in bytes.
+
+        All of it: tokens, K and V, masks, gaps, parked spans, tags, influence, undo, next logits, ``sampling``. The
+        file is for its owner only (0600), as the text can be read out of it. It is replaced as a whole: whatever
+        happens, a power cut included, the old one or the new one is there. ``progress`` is called with (cells copied,
+        cells to copy).
+
+        Cost: K and V are copied out and written; no token is read.
+        Guarantees: :meth:`load` goes on as this session would, which does not change.
+        Raises FileError (a folder, no permission, disk full); then the file is as it was.
+        """
+        with self.engine.busy():
+            return saving.save(Path(path), self._transcript, self.sampling, self.progress)
+
+    @classmethod
+    def load(
+        cls: type[K],
+        path: str | os.PathLike[str],
+        source: str | os.PathLike[str] | Model | Engine | None = None,
+        *,
+        settings: Settings | None = None,
+        n_threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> K:
+        """The session that :meth:`save` wrote, on the same model and in the same kind of cache.
+
+        ``source`` as in Session(); None takes the model from where it was. The context is opened as it was, unless
+        ``settings`` say otherwise. Every byte of the file is checked before llama.cpp sees one.
+
+        Cost: K and V are read from the file and copied; no token is read.
+        Guarantees: exact; greedy generation goes on as it would have.
+        Raises NotEdgekvFile, DamagedFile, WrongFile (another model, KV type, flash attention, RoPE setting, a newer
+        format), FileError (cannot be opened), ContextFull (more cells than there are), and as Session(); then nothing
+        has changed.
+        """
+        lease = Lease()
+        try:
+            with Stored(Path(path)) as stored:
+                facts = manifest.read(stored, "session")
+                engine = _engine_for(stored, facts, source, settings or saving.settings_of(facts, n_threads), lease)
+                with engine.busy():
+                    transcript, sampling = saving.load(stored, facts, engine, progress)
+            session = object.__new__(cls)
+            session._begin(transcript, lease)
+            session.sampling = sampling
+            return session
+        except BaseException:
+            lease.stack.close()
+            raise
+
+    @verb
+    def attach(
+        self, path: str | os.PathLike[str], *, name: str | None = None, role: str = "", tags: Iterable[str] = ()
+    ) -> Receipt:
+        """Take in a KV module (see :func:`edgekv.prefill`) behind what is there, at any position; no token is read.
+
+        ``receipt.span`` is the text's; ``name``: the module's own by default. Its tokens are those of an isolated text:
+        they know nothing of this session but the tokens it begins with, where the module was read behind the same;
+        else the receipt says so. An empty session gets the model's BOS in front, which is read.
+
+        Cost: K and V are copied in, and rotated once at the next decode unless they stand where they were read.
+        Guarantees: what is read next sees the text; all of it comes, or nothing has changed.
+        Raises WrongFile (another model, KV type, ...), DamagedFile, FileError, ContextFull, UsageError (name taken),
+        MaskUnsupported (recurrent, or it would have to be shifted and cannot).
+        """
+        began = time.perf_counter()
+        if not self._ledger.has_cells:
+            raise MaskUnsupported(self.model.capabilities.park.reason)
+        with Stored(Path(path)) as stored:
+            facts = manifest.read(stored, "module")
+            opened = modules.read(stored, facts, self._transcript)
+            if name is not None:
+                self._check_name(name)
+            bos = self._first_tokens
+            modules.check_room(opened, self._transcript, bos)
+            if len(bos):
+                self._reader.read(bos, lambda read: register_bos(self._spans, read))
+            register = self._namer(name or self._spans.free(opened.name), role, tags)
+            return self._transcript.journal.add(modules.attach(opened, self._transcript, register, began))
+
+
+def _engine_for(
+    stored: Stored,
+    facts: Manifest,
+    source: str | os.PathLike[str] | Model | Engine | None,
+    settings: Settings,
+    lease: Lease,
+) -> Engine:
+    """The engine a saved session comes to; one that is opened for it belongs to ``lease``."""
+    if isinstance(source, Engine):
+        return source
+    if isinstance(source, Model):
+        model = source
+    else:
+        model = lease.stack.enter_context(Model(facts.model.path if source is None else source))
+    manifest.check(stored, facts, model, settings)
+    return lease.stack.enter_context(Engine(model, settings))
