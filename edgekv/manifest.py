@@ -8,14 +8,16 @@ from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
 from .errors import WrongFile
-from .model import Model
-from .settings import Settings
 from .store import MANIFEST, Content, Stored
+
+if TYPE_CHECKING:
+    from .model import Model
+    from .settings import Settings
 
 T = TypeVar("T")
 

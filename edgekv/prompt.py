@@ -56,7 +56,12 @@ def load(specs: Iterable[str], stdin: Callable[[], bytes]) -> list[Part]:
     if [source for _, source in pairs].count("-") > 1:
         raise UsageError("only one part can come from standard input")
     check_names(name for name, _ in pairs)
-    return [Part(name, _decode(stdin() if source == "-" else _bytes(source), source)) for name, source in pairs]
+    return [Part(name, text_of(source, stdin)) for name, source in pairs]
+
+
+def text_of(source: str, stdin: Callable[[], bytes]) -> str:
+    """The text in a file, or, for "-", what ``stdin`` reads, as UTF-8. Raises UsageError, OSError."""
+    return _decode(stdin() if source == "-" else Path(source).read_bytes(), source)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -75,10 +80,6 @@ def _split(spec: str) -> tuple[str, str]:
     if not (name and equals and source):
         raise UsageError(f"a part is NAME=FILE (or NAME=- for standard input), not {spec!r}")
     return name, source
-
-
-def _bytes(path: str) -> bytes:
-    return Path(path).read_bytes()
 
 
 def _decode(data: bytes, source: str) -> str:

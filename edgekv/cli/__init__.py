@@ -28,9 +28,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Measure mask-and-continue against restart, on your model, text and CPU",
     ),
     "run": ("edgekv.cli.run:run", "Read files as named parts, hide some of them, ask a question"),
+    "prefill": (
+        "edgekv.cli.prefill:prefill",
+        "Read a text once, into a KV module that sessions attach without reading it",
+    ),
     "inspect": (
         "edgekv.cli.inspect:inspect_",
-        "Say what a model file is and whether its cache can be masked",
+        "Say what a model, a session file or a KV module is, and what a model's cache can do",
     ),
     "models": ("edgekv.cli.models:models", "List, fetch and find the models known by name"),
     "doctor": ("edgekv.cli.doctor:doctor", "Check that edgekv and llama.cpp work here"),

@@ -20,6 +20,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from edgekv.catalog import DEFAULT, entries
+from edgekv.errors import UsageError
 from edgekv.receipts import size as size
 
 if TYPE_CHECKING:
@@ -53,6 +54,15 @@ def _console(stderr: bool) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _PIPED_WIDTH
     return made
+
+
+def stdin_bytes() -> bytes:
+    """All of standard input; a person at a terminal is told how to end it."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed: there is nothing to read from it")
+    if sys.stdin.isatty():
+        talk().print("reading from the terminal; end with Ctrl-D on a line of its own", style="dim")
+    return sys.stdin.buffer.read()
 
 
 def print_json(obj: object) -> None:

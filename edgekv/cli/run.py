@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgekv.cli.output import console, json_option, model_option, print_json, progress, talk
+from edgekv.cli.output import console, json_option, model_option, print_json, progress, stdin_bytes, talk
 from edgekv.errors import MaskUnsupported, PinnedTokens, UsageError
 from edgekv.memory import KV_BLOCKS
 from edgekv.receipts import count
@@ -107,20 +106,12 @@ def _parts(options: Options) -> Sequence[Part]:
     if options.chat and options.special:
         raise UsageError("--chat writes the control tokens itself and --special takes those of the texts: choose one")
     given = [] if options.system is None else [prompt.Part(prompt.SYSTEM, options.system)]
-    parts = [*given, *prompt.load(options.parts, _stdin)]
+    parts = [*given, *prompt.load(options.parts, stdin_bytes)]
     taken = [] if options.ask is None else [prompt.QUESTION, prompt.ANSWER]
     if clash := next((part.name for part in parts if part.name in taken), None):
         raise UsageError(f"no part can be called {clash!r} beside --ask: that name is taken")
     prompt.check_names(part.name for part in parts)
     return parts
-
-
-def _stdin() -> bytes:
-    if sys.stdin is None:
-        raise UsageError("standard input is closed: there is nothing to read from it")
-    if sys.stdin.isatty():
-        _say("reading from the terminal; end with Ctrl-D on a line of its own")
-    return sys.stdin.buffer.read()
 
 
 def _writer(model: Model, options: Options) -> Writer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from edgekv import State
 
@@ -126,6 +126,15 @@ class Plain:
 
     def append(self, ids: Sequence[int], seen: Iterable[int] | None = None) -> None:
         self.place(len(self.tokens), ids, seen)
+
+    def attach(self, ids: Sequence[int], attended: Sequence[int]) -> None:
+        """A module, which saw the tokens the session begins with, or foreign ones."""
+        first = self.visible()[: len(attended)]
+        foreign = [self.tokens[i].id for i in first] != list(attended)
+        row = len(self.tokens)
+        self.append(ids, [] if foreign else first)
+        for token in self.tokens[row:]:
+            token.reading = replace(token.reading, gap=token.reading.gap or foreign)
 
     def place(self, row: int, ids: Sequence[int], seen: Iterable[int] | None = None) -> None:
         """New tokens in front of ``row``; ``seen`` are the rows an isolated text is to see, it sees itself, too."""

@@ -3,6 +3,7 @@ step, and now and then a restart of what is visible to compare with."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,9 +17,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from plain import HAS_KV, IN_CELLS, NUM_SINKS, TO, Plain
 
-from edgekv import Generation, Model, Receipt, Session, Settings, State, decode_together, errors, layout, tiny
+from edgekv import (
+    Engine,
+    Generation,
+    Model,
+    Receipt,
+    Session,
+    Settings,
+    State,
+    decode_together,
+    errors,
+    layout,
+    prefill,
+    tiny,
+)
 from edgekv.spans import merge
-from helpers import cells_in_llama
+from helpers import cells_in_llama, python
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 PLAN = settings(
@@ -44,9 +58,41 @@ def model_of(kind: str) -> Model:
     return _MODELS[kind]
 
 
+MODULE = "The bearing is a 6319 C3."
+
+
+def module_of(kind: str) -> Path:
+    """A text read once, behind the model's own first token."""
+    path = Path(_FOLDER.name) / f"{kind}.kv"
+    if not path.exists():
+        prefill(MODULE, path, model_of(kind), settings=PLAIN_CACHE)
+    return path
+
+
 IDS = st.integers(4, 259)
 MOST_FORKS = 3
 FAR = 200
+PLAIN_CACHE = Settings(
+    n_ctx=256, n_batch=32, kv_type="f32", flash_attention=False, n_archives=3, n_threads=1, n_sessions=MOST_FORKS
+)
+
+
+def seen_of(session: Session) -> tuple[Any, ...]:
+    """What a load must bring back, as JSON has it,."""
+    spans = [[s.name, s.start, s.stop, s.role, sorted(s.tags)] for s in session.spans]
+    columns = session._ledger.columns
+    return (session.tokens.tolist(), columns.state.tolist(), columns.reserved.tolist(), spans, len(session.history))
+
+
+_LOAD = """
+import json, sys
+sys.path.insert(0, "tests/native")
+from edgekv import Session
+from test_machine import seen_of
+with Session.load(sys.argv[1], n_threads=1) as session:
+    session.audit()
+    print(json.dumps(seen_of(session)))
+"""
 
 
 class Actor:
@@ -127,23 +173,25 @@ class Actor:
 class Machine(RuleBasedStateMachine):
     kind: ClassVar[str] = "llama"
 
-    @initialize()
-    def open(self) -> None:
-        plan = Settings(
-            n_ctx=256,
-            n_batch=32,
-            kv_type="f32",
-            flash_attention=False,
-            n_archives=3,
-            n_threads=1,
-            n_sessions=MOST_FORKS,
-        )
-        session = Session(model_of(self.kind), settings=plan)
-        self.actors, self.forks = [Actor(session, Plain(session.engine.can_shift))], 0
+    @initialize(begins=st.booleans())
+    def open(self, begins: bool) -> None:
+        self.engine = Engine(model_of(self.kind), PLAIN_CACHE)
+        session = Session(self.engine)
+        self.actors, self.forks, self.processes = [Actor(session, Plain(session.engine.can_shift))], 0, 0
+        if begins:  # with the tokens a module was read behind
+            session.append(self.attended)
+            self.actors[0].plain.append(self.attended)
+
+    @property
+    def attended(self) -> list[int]:
+        bos = model_of(self.kind).bos
+        return [] if bos is None else [bos]
 
     def teardown(self) -> None:
         for actor in getattr(self, "actors", []):
             actor.session.close()
+        if hasattr(self, "engine"):
+            self.engine.close()
 
     def one(self, data: st.DataObject, *, visible: bool = False) -> Actor | None:
         """One of the actors, with visible tokens where that is asked for."""
@@ -388,6 +436,53 @@ class Machine(RuleBasedStateMachine):
         assert actor is not None
         self.actors.remove(actor)
         actor.session.close()
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def attach(self, data: st.DataObject) -> None:
+        actor = self.one(data)
+        assert actor is not None
+        session, plain = actor.session, actor.plain
+        ids, blank = model_of(self.kind).tokenize(MODULE).tolist(), session._ledger.blank
+        first = self.attended if blank else []
+        try:
+            receipt = session.attach(module_of(self.kind))
+        except errors.MaskUnsupported:
+            assert not plain.can_shift
+        except errors.ContextFull:
+            assert actor.free < len(first) + len(ids)
+        else:
+            plain.append(first)
+            plain.attach(ids, self.attended)
+            assert receipt.tokens == len(ids)
+
+    @rule(data=st.data(), elsewhere=st.integers(0, 15))
+    def save_and_load(self, data: st.DataObject, elsewhere: int) -> None:
+        """A second session from a file, in this engine, or, now and then, in another process."""
+        actor = self.one(data)
+        assert actor is not None
+        session, path = actor.session, Path(_FOLDER.name) / f"{self.kind}.kvs"
+        session.save(path)
+        actor.check()
+        if not elsewhere and self.processes < 2:
+            self.processes += 1
+            done = python(_LOAD, path)
+            assert json.loads(done.stdout or "null") == list(seen_of(session)), done.stderr
+        if len(self.actors) == MOST_FORKS:
+            with pytest.raises(errors.UsageError, match="n_sessions"):
+                Session.load(path, session.engine)
+            return
+        used = session.engine.cells_used
+        try:
+            loaded = Session.load(path, session.engine)
+        except errors.ContextFull:
+            assert actor.free < session.stats.cells_used
+            assert session.engine.cells_used == used
+            return
+        assert seen_of(loaded) == seen_of(session)
+        self.forks += 1
+        self.actors.append(Actor(loaded, actor.plain.fork(), f"load {self.forks}"))
 
     # -- what must hold after every step ----------------------------------------------------------------------------
 
