@@ -406,7 +406,9 @@ class Engine:
         """
         with self._open_cells() as cells:
             cells.put(run._replace(seq=SCRATCH), blob)
-            cells.move(Move(SCRATCH, run.seq, run.p0, run.p1, delta))
+            if delta:
+                cells.shift(SCRATCH, run.p0, run.p1, delta)
+            cells.move(Move(SCRATCH, run.seq, run.p0 + delta, run.p1 + delta))
 
     def compact(self) -> None:
         """Put the cells in use in a row, so that decode scans no others. Positions and sequences stay.

@@ -151,6 +151,8 @@ def read(stored: Stored, kind: str = "") -> Manifest:
         raise WrongFile(
             f"{stored.path} was written by a newer edgekv: format {head.format}, this one reads {FORMAT}; update edgekv"
         )
+    if head.format < 1 or head.kind not in ("session", "module"):
+        raise stored.damaged(f"no edgekv writes a {head.kind!r} in format {head.format}")
     if kind and head.kind != kind:
         verb = "session.attach takes it" if head.kind == "module" else "Session.load takes it"
         raise WrongFile(f"{stored.path} is a {head.kind}, not a {kind}; {verb}")

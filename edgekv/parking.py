@@ -209,6 +209,4 @@ def _said(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        raise FileError(
-            f"{folder} cannot take parked spans: {err.strerror or err}; park to='ram', or elsewhere"
-        ) from err
+        raise FileError(f"{folder} cannot hold parked spans: {err.strerror or err}; give another folder") from err

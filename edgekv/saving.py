@@ -117,12 +117,13 @@ def _describe(transcript: Transcript) -> Manifest:
     ledger, settings, model = transcript.ledger, transcript.engine.settings, transcript.engine.model
     s = settings
     spans = []
-    tokens, states = ledger.places.by_index(ledger.ids), ledger.places.by_index(ledger.columns.state)
     for span in transcript.spans.ordered():
-        here = slice(span.start, span.stop)
-        begins = render.preview(model, tokens[here])
+        here = ledger.places.rows([span.range])
+        begins = render.preview(model, ledger.ids[here])
         spans.append(
-            SpanFacts(span.name, *span.range, span.role, tuple(sorted(span.tags)), _count(states[here]), begins)
+            SpanFacts(
+                span.name, *span.range, span.role, tuple(sorted(span.tags)), _count(ledger.columns.state[here]), begins
+            )
         )
     context = ContextFacts(s.n_ctx, s.n_batch, s.n_sessions, s.n_archives)
     facts = SessionFacts(context, _count(ledger.columns.state), ledger.num_cells, tuple(spans))
@@ -165,6 +166,7 @@ def load(
     used = engine.cells_used
     try:
         saved = manifest.decode(stored, _SESSION, Snapshot)
+        sampling = saved.sampling.restored()
         transcript = Transcript(engine, restarts=saved.restarts, journal=snapshot.journal_of(saved))
     except Contradiction as err:
         raise stored.damaged(f"its parts contradict each other: {err}") from err
@@ -177,7 +179,7 @@ def load(
         if isinstance(err, AuditFailed):
             raise stored.damaged(f"K and V are not what they are said to be: {err}") from err
         raise
-    return transcript, saved.sampling.restored()
+    return transcript, sampling
 
 
 def _fill(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Progress) -> None:

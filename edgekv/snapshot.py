@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .columns import NO_BLOB, CellRun, Columns, State
+from .errors import UsageError
 from .history import Epoch, History, View
 from .journal import Former, Journal
 from .ledger import Ledger
@@ -99,7 +100,7 @@ class SavedFormer:
 
     def former(self, length: int) -> tuple[Receipt, Former]:
         """Of a session of ``length`` tokens."""
-        indexes = np.frombuffer(self.indexes, "<i8").astype(np.int64)
+        indexes = _array(self.indexes, np.int64, len(self.indexes) // 8)
         _need(_within(indexes, length), "an edit speaks of tokens that are not there")
         columns = Columns.dropped(len(indexes))
         columns.state[:] = _states(self.state, len(indexes))
@@ -122,9 +123,13 @@ class SavedSampling:
         return cls(replace(sampling, logit_bias=None), told)
 
     def restored(self) -> Sampling:
+        """Raises Contradiction."""
         if self.logit_bias is None:
             return self.sampling
-        return replace(self.sampling, logit_bias={token: float(value) for token, value in self.logit_bias})
+        try:
+            return replace(self.sampling, logit_bias={token: float(value) for token, value in self.logit_bias})
+        except ValueError as err:
+            raise Contradiction(f"a bias is no number: {err}") from err
 
 
 @dataclass(frozen=True)
@@ -171,21 +176,27 @@ class Snapshot:
         _need(ledger.has_cells or not (waits.any() or self.originals), "a state has no masked or parked tokens")
         places = None if self.index_of is None else _array(self.index_of, np.int64, n)
         _need(places is None or np.array_equal(np.sort(places), np.arange(n)), "two tokens have one index")
+        _check_sequences(columns, ledger.live)
         self._check_ranges(n)
+        self._check_words()
         self._check_blobs(columns)
         ledger.restore(
             ids,
             columns,
             Places.of(n, places),
-            tuple(Original(o.row, sequences[o.seq], o.pos, o.hidden) for o in self._checked_originals(n, sequences)),
+            tuple(
+                Original(o.row, sequences[o.seq], o.pos, o.hidden) for o in self._checked_originals(columns, sequences)
+            ),
             History(self.epochs),
         )
         if ledger.has_cells:
             self._check_cells(ledger, sequences)
 
-    def _checked_originals(self, n: int, sequences: Sequence[int]) -> Iterator[SavedOriginal]:
+    def _checked_originals(self, columns: Columns, sequences: Sequence[int]) -> Iterator[SavedOriginal]:
+        _need(len({o.row for o in self.originals}) == len(self.originals), "a token has two first readings")
         for o in self.originals:
-            _need(0 <= o.row < n and 0 < o.seq < len(sequences) and 0 <= o.pos < MAX_POS, "a first reading is nowhere")
+            there = 0 <= o.row < len(self) and 0 < o.seq < len(sequences) and 0 <= o.pos < MAX_POS
+            _need(there and bool(columns.in_cells[o.row]), "a first reading is nowhere")
             yield o
 
     def _check_ranges(self, n: int) -> None:
@@ -200,11 +211,25 @@ class Snapshot:
             _need(all(a[1] <= b[0] for a, b in pairwise(view)), "what was hidden is out of order")
         _need(all(e.gap is None or -1 <= e.gap <= n for e in self.epochs), "a gap lies outside the transcript")
         _need(self.original is None or 0 <= self.original[0] < n, "logits wait for no token")
-        _need(len({s.name for s in self.spans}) == len(self.spans), "two spans have one name")
+
+    def _check_words(self) -> None:
+        """The names of spans are such as a target can mean, and receipts can be read."""
+        names = SpanTable()
+        try:
+            for span in self.spans:
+                names.add(span)
+            for receipt in (*self.receipts, *(u.receipt for u in self.undo)):
+                str(receipt)
+        except UsageError as err:
+            raise Contradiction(str(err)) from err
+        except KeyError as err:
+            raise Contradiction(f"a receipt of {err}") from err
 
     def _check_blobs(self, columns: Columns) -> None:
         """Every parked token lies in a blob."""
         _need([b.number for b in self.blobs] == sorted({b.number for b in self.blobs}), "two blobs have one number")
+        for blob in self.blobs:
+            _need(0 <= blob.p0 < blob.p1 < MAX_POS and blob.p1 - blob.p0 <= len(self), "a blob is nowhere")
         held = {b.number: b for b in self.blobs}
         for number in columns.blobs:
             _need(number in held, "a parked token is in no blob")
@@ -216,11 +241,21 @@ class Snapshot:
         held: dict[int, list[npt.NDArray[np.int32]]] = {seq: [] for seq in sequences}
         for piece in self.cells:
             _need(0 <= piece.number < len(sequences) and 0 <= piece.p0 < piece.p1 < MAX_POS, "a slice is nowhere")
-            _need(piece.p1 - piece.p0 <= len(self) + len(self.originals), "a slice is too long")
+        _need(sum(piece.p1 - piece.p0 for piece in self.cells) == ledger.num_cells, "a cell too many or too few")
+        for piece in self.cells:
             held[sequences[piece.number]].append(np.arange(piece.p0, piece.p1, dtype=np.int32))
         for seq, wanted in ledger.expected_positions().items():
             there = np.sort(np.concatenate([np.empty(0, np.int32), *held[seq]]))
             _need(np.array_equal(there, wanted), "its cells are not those of its tokens")
+            _need(bool((np.diff(wanted) > 0).all()), "two tokens have one cell")
+
+
+def _check_sequences(columns: Columns, live: int) -> None:
+    """Visible tokens are in the live sequence, in order, masked ones are not."""
+    lives = columns.seq == live
+    _need(bool(lives[columns.visible].all()), "a visible token is in an archive")
+    _need(not lives[columns.where(State.MASKED)].any(), "a masked token is in no archive")
+    _need(bool((np.diff(columns.pos[columns.visible]) > 0).all()), "its tokens are out of order")
 
 
 def journal_of(snapshot: Snapshot) -> Journal:

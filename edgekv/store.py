@@ -43,9 +43,19 @@ def write(path: Path, members: Iterable[Member], *, private: bool = False) -> in
     ``private``: for the owner's eyes only. Raises FileError: a folder, no permission, the disk is full, ...
     """
     with _said(path, "written"):
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        if (kind := _kind(path)) and not stat.S_ISREG(kind):
             raise FileError(f"{path} is a folder, or no file that can be replaced; give the path of a file")
         return _write(path, members, private=private)
+
+
+def _kind(path: Path) -> int:
+    """The st_mode of what the path leads to, 0 where that is nothing. Raises OSError, FileError."""
+    try:
+        return path.resolve().stat().st_mode
+    except FileNotFoundError:
+        return 0
+    except (ValueError, RuntimeError) as err:  # a NUL character; a loop of links, before Python 3.13
+        raise FileError(f"{str(path)!r} cannot be the path of a file: {err}") from err
 
 
 def _write(path: Path, members: Iterable[Member], *, private: bool) -> int:
@@ -53,7 +63,9 @@ def _write(path: Path, members: Iterable[Member], *, private: bool) -> int:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             for name, content in members:
                 assert _NAME.fullmatch(name)
-                with archive.open(zipfile.ZipInfo(name, _LONG_AGO), "w") as member:
+                info = zipfile.ZipInfo(name, _LONG_AGO)
+                info.file_size = len(content)  # zipfile has to know beforehand where that is beyond 2 GB
+                with archive.open(info, "w") as member:
                     member.write(content if isinstance(content, bytes) else content.data)
             archive.comment = _COMMENT + b"0" * 8
         size = int(file.seek(0, os.SEEK_END))
@@ -89,7 +101,7 @@ class Stored:
     def __init__(self, path: Path) -> None:
         self.path: Final = path
         with _said(path, "read"):
-            if not stat.S_ISREG(path.stat().st_mode):
+            if (kind := _kind(path)) and not stat.S_ISREG(kind):
                 raise FileError(f"{path} is a folder, or no file that can be kept; give the path of a file")
             self._file: BinaryIO = path.open("rb")
         try:
