@@ -32,7 +32,7 @@ def writing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     _remove_stale(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_numbers)}.tmp")
     try:
-        with open(temporary, "w+b", opener=_private if private else None) as file:
+        with open(temporary, "x+b", opener=_private if private else None) as file:  # no link somebody put there
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -44,19 +44,34 @@ def writing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def _private(name: str, flags: int) -> int:
-    return os.open(name, flags, _PRIVATE)
+    fd = os.open(name, flags, _PRIVATE)
+    if hasattr(os, "fchmod"):
+        os.fchmod(fd, _PRIVATE)  # whatever the umask
+    return fd
 
 
 def _remove_stale(path: Path) -> None:
     """Remove what writers of this file left that no longer live."""
-    import psutil
-
-    mine = re.compile(re.escape(f".{path.name}.") + r"(\d+)-\d+\.tmp")
+    mine = re.compile(re.escape(f".{path.name}.") + r"(\d{1,18})-\d+\.tmp")
     with contextlib.suppress(OSError):
         for entry in list(path.parent.iterdir()):
             found = mine.fullmatch(entry.name)
-            if found and not psutil.pid_exists(int(found[1])):
-                entry.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder of that name, or another writer was faster
+                if found and not _lives(int(found[1]), entry.stat().st_mtime):
+                    entry.unlink()
+
+
+def _lives(pid: int, since: float) -> bool:
+    """Whether the process that wrote at that time is still there; a younger one has only got its number."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since
+    except psutil.AccessDenied:
+        return True
+    except psutil.NoSuchProcess:
+        return False
 
 
 def sync_folder(folder: Path) -> None:

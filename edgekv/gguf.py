@@ -30,11 +30,19 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(path)
     with path.open("rb") as file:
         if file.read(4) != MAGIC:
-            raise NotGGUF(f"{path} is not a GGUF file (it does not begin with 'GGUF'); convert it with llama.cpp first")
+            raise NotGGUF(_other_kind(path))
         try:
             return _Reader(file).metadata()
         except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError, RecursionError) as err:
             raise DamagedModel(f"{path} ends or breaks inside its header; fetch or copy it again") from err
+
+
+def _other_kind(path: Path) -> str:
+    from .store import is_ours  # zipfile is slow to import
+
+    if is_ours(path):
+        return f"{path} is a session file or KV module, not a model: Session.load takes the one, attach the other"
+    return f"{path} is not a GGUF file (it does not begin with 'GGUF'); convert it with llama.cpp first"
 
 
 class _Reader:

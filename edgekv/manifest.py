@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
+import numpy as np
 
-from .errors import WrongFile
+from .errors import UsageError, WrongFile
 from .store import MANIFEST, Content, Stored
 
 if TYPE_CHECKING:
@@ -129,11 +131,16 @@ def describe(
         edgekv=__version__,
         llama_cpp_python=_llama_version(),
         machine=platform.machine(),
-        model=ModelFacts(str(model.path.resolve()), model.fingerprint, model.arch, model.n_vocab),
+        model=ModelFacts(_readable(model.path.resolve()), model.fingerprint, model.arch, model.n_vocab),
         cache=CacheFacts.of(settings),
         session=session,
         module=module,
     )
+
+
+def _readable(path: Path) -> str:
+    """A path as text; where it is not Unicode, it is not found again by it."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 @cache
@@ -178,8 +185,21 @@ def check(stored: Stored, manifest: Manifest, model: Model, settings: Settings) 
 
 
 def encode(value: object) -> Content:
-    """A dataclass as JSON; bytes become base64."""
-    return bytes(msgspec.json.encode(value))
+    """A dataclass as JSON; bytes become base64. Raises UsageError for what :func:`decode` would not take: then nothing
+    is written that could not be read."""
+    try:
+        data = msgspec.json.encode(value, enc_hook=_plain)
+        msgspec.json.decode(data, type=type(value))
+    except (TypeError, ValueError, RecursionError) as err:
+        raise UsageError(f"the file would not be readable: {err}") from err
+    return data
+
+
+def _plain(value: object) -> object:
+    """A number of numpy as one of Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{value!r} cannot be written to a file")
 
 
 def decode(stored: Stored, name: str, kind: type[T]) -> T:

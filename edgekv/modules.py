@@ -23,13 +23,14 @@ from .ledger import Ledger
 from .manifest import Manifest, ModuleFacts
 from .model import TokenArray
 from .plans import Load
-from .receipts import Receipt, count
+from .receipts import Receipt
 from .settings import ASIDE
 from .snapshot import MAX_POS, Piece
 from .spans import Range, Span, runs
 from .steps import Move
 from .store import Content, Stored
 from .transcript import Transcript
+from .wording import count
 
 _MODULE: Final = "module.json"
 

@@ -20,8 +20,9 @@ from . import memory
 from .errors import ContextFull, UsageError
 from .ledger import Ledger
 from .planner import Planner
-from .receipts import Timings, count
+from .receipts import Timings
 from .spans import Span, SpanTable
+from .wording import count
 
 if TYPE_CHECKING:
     from .model import Model, TokenArray

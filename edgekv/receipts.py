@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .spans import Range, Span
+from .wording import count, milliseconds, size
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Receipt:
         return {**asdict(self), "span": span, "exact": self.exact}
 
     def __str__(self) -> str:
-        return " · ".join([f"{self._did()} in {_ms(self.ms)}", *self._details()])
+        return " · ".join([f"{self._did()} in {milliseconds(self.ms)}", *self._details()])
 
     def _did(self) -> str:
         if self.verb == "replace" and self.span is not None:
@@ -150,8 +151,8 @@ class Timings:
     def __str__(self) -> str:
         return (
             f"{count(self.generated, 'token')}, {self.tokens_per_s:.1f} tokens/s, first token after "
-            f"{_ms(self.ttft_ms)} · read {self.prefilled:,}, read again {self.reread}, reused {self.reused:,}, "
-            f"masked {self.masked:,}"
+            f"{milliseconds(self.ttft_ms)} · read {self.prefilled:,}, read again {self.reread}, "
+            f"reused {self.reused:,}, masked {self.masked:,}"
         )
 
 
@@ -189,21 +190,3 @@ class Audit:
 
     sequences: int
     cells: int
-
-
-def count(number: int, noun: str) -> str:
-    """'1 token', '1,912 tokens'."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def size(num_bytes: float) -> str:
-    """ "98.4 MB": decimal units, as on download pages."""
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
-
-
-def _ms(ms: float) -> str:
-    return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.1f} ms"

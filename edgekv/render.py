@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .receipts import count, size
+from .wording import count, printable, size
 
 if TYPE_CHECKING:
     from .model import Model, TokenArray
@@ -50,4 +50,4 @@ def preview(model: Model, tokens: TokenArray) -> str:
     """The beginning of a text; what a terminal would act on is shown as U+FFFD."""
     most = 4 * _PREVIEW  # a token may be a quarter of a character
     text = " ".join(model.detokenize(tokens[:most]).split())
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+    return printable(text)

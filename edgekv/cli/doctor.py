@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgekv.cli.output import complete_model, console, json_option, print_facts, print_json, progress, size
-from edgekv.receipts import count
+from edgekv.cli.output import complete_model, console, json_option, print_facts, print_json, progress
+from edgekv.wording import count, size
 
 if TYPE_CHECKING:
     from edgekv.doctor import Finding, Report

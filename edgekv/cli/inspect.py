@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgekv.cli.output import console, json_option, model_argument, print_facts, print_json, size
+from edgekv.cli.output import console, json_option, model_argument, print_facts, print_json
+from edgekv.wording import size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,11 +25,17 @@ _CAPABILITIES = {"mask": "mask a span", "close_gaps": "close the gap", "park": "
 @click.option("--all", "everything", is_flag=True, help="All metadata of the file too.")
 @json_option
 def inspect_(model: str, everything: bool, as_json: bool) -> None:
-    """Say what a model file is and whether its cache can be masked.
+    """Say what a model, a session file or a KV module is, and what a model's cache can do.
 
-    And how large a cache fits in the RAM that is free here, for each KV type. NAME|FILE is a model known by name
-    (see: edgekv models list; default: smollm2) or the path of a GGUF file.
+    Of a model also how large a cache fits in the RAM that is free here, for each KV type. NAME|FILE is a model known by
+    name (see: edgekv models list; default: smollm2) or the path of a file. Session files and KV modules are checked to
+    the last byte, and read without their model.
     """
+    from edgekv.cli.kept import inspect_kept, is_kept
+
+    if is_kept(model):
+        inspect_kept(Path(model), as_json=as_json)
+        return
     from edgekv import Model
     from edgekv.inspection import inspect
 

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgekv.cli.output import console, print_facts, print_json, size
-from edgekv.receipts import count
+from edgekv.cli.output import console, print_facts, print_json
+from edgekv.wording import count, printable, size
 
 if TYPE_CHECKING:
     from edgekv.manifest import Manifest, SessionFacts
@@ -80,7 +80,7 @@ def _print_spans(session: SessionFacts) -> None:
             else ", ".join(f"{n:,} {name}" for name, n in span.states.items())
         )
         row = (span.name, span.role or "-", ", ".join(span.tags) or "-", f"[{span.start}, {span.stop})", state)
-        table.add_row(*(Text(cell) for cell in (*row, span.begins)))
+        table.add_row(*(Text(printable(cell)) for cell in (*row, span.begins)))
     out = console()
     out.print()
     out.print(table)

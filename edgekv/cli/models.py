@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgekv.catalog import DEFAULT, Entry, entries, find, models_dir, resolve
-from edgekv.cli.output import console, json_option, print_json, progress, size, talk
+from edgekv.cli.output import console, json_option, print_json, progress, talk
+from edgekv.wording import size
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,7 +21,7 @@ from click.shell_completion import CompletionItem
 
 from edgekv.catalog import DEFAULT, entries
 from edgekv.errors import UsageError
-from edgekv.receipts import size as size
+from edgekv.wording import printable, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,8 +100,7 @@ def print_facts(rows: Iterable[tuple[str, str]]) -> None:
     indent = max((len(name) for name, _ in facts), default=0) + 2
     width = out.width - indent if out.is_terminal or "COLUMNS" in os.environ else sys.maxsize
     for name, value in facts:
-        printable = "".join(c if c.isprintable() else "\ufffd" for c in value)  # no file may steer the terminal
-        wrapped = textwrap.wrap(printable, max(20, width), break_long_words=False, break_on_hyphens=False)
+        wrapped = textwrap.wrap(printable(value), max(20, width), break_long_words=False, break_on_hyphens=False)
         said = f"\n{' ' * indent}".join(wrapped)
         out.print(Text.assemble((name.ljust(indent), "bold"), said), soft_wrap=True)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from edgekv.cli.output import json_option, model_option, print_facts, print_json, progress, size, stdin_bytes
+from edgekv.cli.output import json_option, model_option, print_facts, print_json, progress, stdin_bytes
 from edgekv.errors import UsageError
 from edgekv.memory import KV_BLOCKS
+from edgekv.wording import size
 
 _STDIN = "-"
 

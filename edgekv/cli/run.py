@@ -12,7 +12,7 @@ import click
 from edgekv.cli.output import console, json_option, model_option, print_json, progress, stdin_bytes, talk
 from edgekv.errors import MaskUnsupported, PinnedTokens, UsageError
 from edgekv.memory import KV_BLOCKS
-from edgekv.receipts import count
+from edgekv.wording import count
 
 if TYPE_CHECKING:
     from edgekv import Generation, Model, Receipt, Sampling, Session, Timings

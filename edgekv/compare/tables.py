@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 from edgekv.compare.verdict import words
-from edgekv.receipts import count
+from edgekv.wording import count
 
 TITLES: Final = {
     "full": "nothing hidden",

@@ -12,7 +12,7 @@ from typing import Any, Final
 from edgekv.compare.arms import SAME_COST
 from edgekv.compare.payoff import TURNS, nearest
 from edgekv.edits import BUDGET
-from edgekv.receipts import count
+from edgekv.wording import count
 
 Q8_0: Final = 0.0014
 Q4_K_M: Final = 0.031

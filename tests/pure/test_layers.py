@@ -41,11 +41,11 @@ LAYERS = (
     ("engine",),
     ("batch", "cells", "parking"),
     ("manifest",),
-    ("model", "store"),
+    ("model",),
     ("_llama", "settings", "state_blob", "fetch", "tiny", "receipts", "tally", "numerics"),
     ("catalog", "capabilities", "memory", "gguf", "_pip"),
     ("columns", "history", "places", "steps"),
-    ("shares", "fair_lock", "files"),
+    ("shares", "fair_lock", "store", "files", "wording"),
     ("spans",),
     ("errors",),
 )
