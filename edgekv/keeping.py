@@ -60,9 +60,8 @@ class Keeping(Edits):
 
         Cost: K and V are read from the file and copied; no token is read.
         Guarantees: exact; greedy generation goes on as it would have.
-        Raises NotEdgekvFile, DamagedFile, WrongFile (another model, KV type, flash attention, RoPE setting, a newer
-        format), FileError (cannot be opened), ContextFull (more cells than there are), and as Session(); then nothing
-        has changed.
+        Raises NotEdgekvFile, DamagedFile, WrongFile (of another model or kind of cache, or a newer format), FileError
+        (cannot be opened), ContextFull (more cells than there are), and as Session(); then nothing has changed.
         """
         lease = Lease()
         try:

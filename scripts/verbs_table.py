@@ -18,8 +18,8 @@ from edgekv import Session
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- verbs -->\n", "<!-- /verbs -->"
 VERBS = (
-    *("append", "generate", "mask", "unmask", "masked", "evict", "rewind", "insert", "replace", "recompute", "undo"),
-    *("fork", "compact", "score", "logits_over", "logits"),
+    *("append", "generate", "mask", "unmask", "masked", "park", "evict", "rewind", "insert", "replace", "recompute"),
+    *("undo", "attach", "save", "load", "fork", "compact", "score", "logits_over", "logits"),
 )
 
 

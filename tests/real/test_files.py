@@ -1,0 +1,109 @@
+"""Parked spans, saved sessions and attached modules on real models: what the README says of them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import bench_files as bench
+import numpy as np
+import pytest
+
+from edgekv import Model, Session, Settings, prefill
+from helpers import look, python
+
+pytestmark = pytest.mark.real
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module", params=["smollm2_path", "gemma_path"])
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    with Model(request.getfixturevalue(request.param)) as loaded:
+        yield loaded
+
+
+def edited(model: Model, kv_type: str = "f16") -> Session:
+    """700 tokens: one span masked, one masked with its gap kept, one parked, one read in isolation."""
+    session = Session(model, settings=Settings(n_ctx=1536, kv_type=kv_type))
+    parts = iter(np.split(bench.text_of(model, 700), 7))
+    for name in ("system", "a", "b", "c", "d"):
+        session.append(next(parts), name=name)
+    session.mask("a")
+    session.mask("b", gap="keep")
+    session.append(next(parts), name="e")
+    session.park("c")
+    session.append(next(parts), name="alone", attend="system")
+    session.generate(8).finish()
+    return session
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_a_load_in_another_process_says_the_same(model: Model, tmp_path: Path, kv_type: str) -> None:
+    with edited(model, kv_type) as session:
+        session.save(tmp_path / "chat.kvs")
+        done = python(_GO_ON, tmp_path / "chat.kvs", timeout=180)
+        session.unmask("c")
+        assert json.loads(done.stdout or "null") == session.generate(64).tokens, done.stderr
+
+
+_GO_ON = """
+import sys
+from edgekv import Session
+with Session.load(sys.argv[1]) as session:
+    session.audit()
+    session.unmask("c")
+    print(session.generate(64).tokens)
+"""
+
+
+def test_parked_and_back_is_bit_for_bit_and_far_faster_than_reading(
+    model: Model, tmp_path: Path, capsys: Capture
+) -> None:
+    with edited(model) as session:
+        logits, before = session.logits(), look(session)
+        for to in ("ram", tmp_path):
+            session.park("d", to, gap="keep")
+            session.audit()
+            session.unmask("d")
+            assert look(session) == before
+            assert np.array_equal(session.logits(), logits)
+    found = bench.park(model, tmp_path, 3)
+    with capsys.disabled():
+        print(f"\n{model.path.name}:", *bench.park_lines(found), sep="\n  ")
+    for name in ("ram", "folder"):
+        for way in ("out_s", "back_s"):
+            assert statistics.median(found["read_s"]) > 8 * statistics.median(found[name][way])
+
+
+def test_a_saved_session_of_4000_tokens_goes_on_within_a_second(
+    smollm2_path: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    with Model(smollm2_path) as model:
+        found = {"tokens": 4000, "save": bench.save(model, tmp_path, 4000, 3)}
+        limit = 4000 * model.kv_bytes_per_token() + 4 * model.n_vocab + (64 << 10) + 64 * 4000
+    with capsys.disabled():
+        print("", *bench.save_lines(found), sep="\n  ")
+    save = found["save"]
+    assert save["bytes"] <= limit
+    loaded, read = (statistics.median(save[f"{way}_to_first_token_s"]) for way in ("load", "read"))
+    assert loaded < 1
+    assert read > 8 * loaded
+
+
+def test_an_attached_text_is_as_good_as_one_that_was_read(model: Model, tmp_path: Path, capsys: Capture) -> None:
+    content = bench.TEXTS[0].read_text("utf-8")
+    prefill(content, tmp_path / "text.kv", model, attend=bench.SYSTEM)
+    own = bench.answers(model, [bench.SYSTEM], content, tmp_path / "text.kv")
+    chat = bench.answers(model, [bench.SYSTEM, bench.CHAT], content, tmp_path / "text.kv")
+    with capsys.disabled():
+        for place, told in (("own place", own), ("behind a chat", chat)):
+            figures = ", ".join(f"{name} {value:.4f}" for name, value in told.items())
+            print(f"\n  {model.path.name}, {place}: {figures}", end="")
+        print()
+    for told in (own, chat):
+        assert told["read_s"] > 3 * told["attached_s"]
+        assert told["without_kl"] > 10 * told["attached_kl"]
+    assert own["attached_kl"] < 3 * own["floor_kl"] + 0.005
