@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import manifest, render, snapshot, store
+from ._llama import uninterrupted
 from .columns import CellRun, State
 from .engine import Engine
 from .errors import AuditFailed, ContextFull, TooLarge, WrongFile
@@ -46,8 +47,9 @@ def save(path: Path, transcript: Transcript, sampling: Sampling, progress: Progr
 
 def _members(transcript: Transcript, sampling: Sampling, progress: Progress) -> Iterator[tuple[str, Content]]:
     record, engine = transcript.record, transcript.engine
-    record.next.keep_logits()  # copying may decode, see Engine.settle
-    taken = _snapshot(transcript, sampling)
+    with uninterrupted():
+        record.next.keep_logits()  # copying may decode, see Engine.settle
+        taken = _snapshot(transcript, sampling)
     yield store.MANIFEST, manifest.encode(_describe(transcript))
     yield _SESSION, manifest.encode(taken)
     if taken.next_view is not None:
@@ -55,7 +57,9 @@ def _members(transcript: Transcript, sampling: Sampling, progress: Progress) -> 
     if record.original is not None:
         yield _ORIGINAL, record.original[2].view(np.uint8)
     if not record.ledger.has_cells:
-        yield _STATE, engine.state(record.live) if record.ledger.num_cells else b""
+        with uninterrupted():
+            state = engine.state(record.live) if record.ledger.num_cells else b""
+        yield _STATE, state
     yield from _told(_copies(taken, transcript), [*taken.cells, *taken.blobs], progress)
 
 
@@ -63,8 +67,9 @@ def _copies(taken: Snapshot, transcript: Transcript) -> Iterator[tuple[str, Cont
     """K and V, piece by piece, so that they are never in memory as a whole."""
     engine, sequences = transcript.engine, (transcript.ledger.live, *transcript.ledger.archives)
     for i, piece in enumerate(taken.cells):
-        for _, blob in engine.copies(CellRun(sequences[piece.number], piece.p0, piece.p1)):
-            yield f"cells/{i}", blob
+        with uninterrupted():  # or cells would be left in scratch
+            ((_, blob),) = engine.copies(CellRun(sequences[piece.number], piece.p0, piece.p1))
+        yield f"cells/{i}", blob
     for piece in taken.blobs:
         yield f"parked/{piece.number}", engine.parking.get(piece.number).read()
 
@@ -173,7 +178,8 @@ def load(
     try:
         _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
     except BaseException as err:
-        transcript.record.abandon(engine.cells_used - used)
+        with uninterrupted():
+            transcript.record.abandon(engine.cells_used - used)
         if isinstance(err, Contradiction):
             raise stored.damaged(f"its parts contradict each other: {err}") from err
         if isinstance(err, AuditFailed):
@@ -198,7 +204,9 @@ def _fill(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Pro
     if record.ledger.has_cells:
         _load_cells(stored, saved, transcript, progress)
     elif record.ledger.num_cells:
-        engine.load_state(record.live, stored.read(_STATE), record.ledger.num_cells)
+        state = stored.read(_STATE)
+        with uninterrupted():
+            engine.load_state(record.live, state, record.ledger.num_cells)
         if engine.last_position(record.live) != record.ledger.cursor - 1:
             raise Contradiction("the state ends at another position than its tokens")
     if next_logits is not None and saved.next_view is not None:
@@ -220,7 +228,9 @@ def _load_cells(stored: Stored, saved: Snapshot, transcript: Transcript, progres
     def load() -> Iterator[None]:
         sequences = (record.ledger.live, *record.ledger.archives)
         for i, piece in enumerate(saved.cells):
-            engine.load(CellRun(sequences[piece.number], piece.p0, piece.p1), stored.read(f"cells/{i}"))
+            data = stored.read(f"cells/{i}")
+            with uninterrupted():
+                engine.load(CellRun(sequences[piece.number], piece.p0, piece.p1), data)
             yield
         for blob in saved.blobs:
             data = stored.read(f"parked/{blob.number}")

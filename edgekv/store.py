@@ -58,9 +58,18 @@ def _kind(path: Path) -> int:
         raise FileError(f"{str(path)!r} cannot be the path of a file: {err}") from err
 
 
+class _Archive(zipfile.ZipFile):
+    """A zip that is not finished when something has failed: trying to would hide what it was."""
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.fp = None
+        self.close()
+
+
 def _write(path: Path, members: Iterable[Member], *, private: bool) -> int:
     with files.writing(path, private=private) as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        with _Archive(file, "w", zipfile.ZIP_STORED) as archive:
             for name, content in members:
                 assert _NAME.fullmatch(name)
                 info = zipfile.ZipInfo(name, _LONG_AGO)
@@ -156,10 +165,12 @@ class Stored:
             yield info.filename, (begin, info.file_size, info.CRC)
 
     def _begin_of(self, info: zipfile.ZipInfo) -> int:
-        self._file.seek(max(0, info.header_offset))
+        if not 0 <= info.header_offset <= self.size - _LOCAL_HEADER.size:
+            raise self.damaged(f"its member {info.filename!r} does not lie in it")
+        self._file.seek(info.header_offset)
         header = self._file.read(_LOCAL_HEADER.size)
         if len(header) < _LOCAL_HEADER.size:
-            raise self.damaged(f"its member {info.filename!r} does not lie in it")
+            raise self.damaged("it became shorter while it was read")
         name, extra = _LOCAL_HEADER.unpack(header)
         return info.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
 
