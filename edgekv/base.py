@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from . import catalog
+from . import budget, catalog
 from .columns import State
 from .engine import Engine
 from .errors import ClosedError, SessionBroken, UsageError
@@ -67,15 +67,17 @@ class Base:
         kv_type: str | None = None,
         n_threads: int | None = None,
         settings: Settings = Settings(),
+        memory_budget: int | str | None = None,
         on_unsupported: str = "refuse",
     ) -> None:
         if on_unsupported not in _ON_UNSUPPORTED:
             raise UsageError(f"on_unsupported is 'refuse' or 'recompute', not {on_unsupported!r}")
         given = {"n_ctx": n_ctx, "kv_type": kv_type, "n_threads": n_threads}
         changes = {name: value for name, value in given.items() if value is not None}
+        limit = None if memory_budget is None else budget.parse_size(memory_budget)
         lease = Lease()
         try:
-            engine = _open(source, settings, changes, lease.stack)
+            engine = _open(source, settings, changes, limit, lease.stack)
             self._begin(Transcript(engine, restarts=on_unsupported == "recompute"), lease)
         except BaseException:
             lease.stack.close()
@@ -147,10 +149,16 @@ class Base:
         self._reader.progress = callback
 
 
-def _open(source: Any, settings: Settings, changes: dict[str, Any], stack: contextlib.ExitStack) -> Engine:
+def _open(
+    source: Any, settings: Settings, changes: dict[str, Any], limit: int | None, stack: contextlib.ExitStack
+) -> Engine:
     if isinstance(source, Engine):
-        if changes or settings != Settings():
+        if changes or settings != Settings() or limit is not None:
             raise UsageError("an engine that is open keeps its settings; give them to Engine(...)")
         return source
     model = source if isinstance(source, Model) else stack.enter_context(Model(source))
-    return stack.enter_context(Engine(model, dataclasses.replace(settings, **changes)))
+    settings = dataclasses.replace(settings, **changes)
+    if limit is not None:
+        wanted = {name: changes.get(name) for name in ("n_ctx", "kv_type")}
+        settings = budget.fit(model, limit, settings, **wanted).settings
+    return stack.enter_context(Engine(model, settings))

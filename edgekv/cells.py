@@ -122,11 +122,12 @@ class Cells:
         if self.pending_shift:
             raise UsageError("cells cannot be copied while a shift is pending")
         for part in self.slices(run):
-            self.share(part, SCRATCH)
-            try:
-                blob = self.save(SCRATCH)
-            finally:
-                self._leave(part._replace(seq=SCRATCH))
+            with _llama.uninterrupted():
+                self.share(part, SCRATCH)
+                try:
+                    blob = self.save(SCRATCH)
+                finally:
+                    self._leave(part._replace(seq=SCRATCH))
             yield part, blob
 
     def slices(self, run: CellRun) -> list[CellRun]:
@@ -140,15 +141,26 @@ class Cells:
         Raises AuditFailed when the blob holds others, ContextFull when no cells are free; then nothing has changed.
         """
         self.check_blob(blob, run.p0, run.p1)
-        self.load(run.seq, blob)
+        self.load(run.seq, blob, run.p1 - run.p0)
         self.taken(run)
 
     def check_blob(self, blob: Blob, p0: int, p1: int) -> None:
         """Raise AuditFailed unless a blob holds exactly the positions [p0, p1)."""
         held = state_blob.positions(blob, cell_extra=self._cell_extra)
         wanted = np.arange(p0, p1, dtype=np.int32)
-        if not held or not all(np.array_equal(cache, wanted) for cache in held):
+        num_caches = 2 if self.windowed else 1
+        if len(held) != num_caches or not all(np.array_equal(cache, wanted) for cache in held):
             raise AuditFailed(f"these K and V are not those of positions [{p0}, {p1})")
+
+    def check_state(self, blob: Blob, num_cells: int) -> None:
+        """Raise AuditFailed where a whole state has attention cells, and not those of positions [0, num_cells).
+
+        A recurrent state has none; a hybrid one begins with them (llama-memory-hybrid.cpp, state_write).
+        """
+        if not self._model.hybrid:
+            return
+        if not np.array_equal(state_blob.first_positions(blob), np.arange(num_cells)):
+            raise AuditFailed(f"this state is not that of {num_cells:,} tokens")
 
     def cut(self, blob: Blob, p0: int, p1: int) -> Blob:
         """The part of a blob at positions [p0, p1)."""
@@ -215,12 +227,19 @@ class Cells:
             raise AuditFailed(f"llama.cpp did not give the state of sequence {seq}")
         return blob
 
-    def load(self, seq: int, blob: Blob) -> None:
-        """Put a state that :meth:`save` gave into an empty sequence, into any free cells."""
+    def load(self, seq: int, blob: Blob, num_cells: int) -> None:
+        """Put a state of ``num_cells`` tokens that :meth:`save` gave into an empty sequence, into any free cells.
+
+        Raises ContextFull where there are not enough, AuditFailed where llama.cpp does not take it as a whole.
+        """
         if self.last_position(seq) >= 0:
             raise UsageError(f"sequence {seq} is not empty: a load would lose what it holds")
+        if num_cells > self.free:
+            raise ContextFull(f"a saved state takes {num_cells:,} cells and {self.free:,} are free")
+        _llama.forget_messages()
         if lib.llama_state_seq_set_data(self._ctx, _bytes(blob), len(blob), seq) != len(blob):
-            raise ContextFull("llama.cpp found no cells for a saved state")
+            self.clear(seq)
+            raise AuditFailed(f"llama.cpp does not take this state: {_llama.last_messages() or 'no reason given'}")
 
     def repack(self) -> None:
         """Put all cells in a row from the first on, in the order they are in; positions and sequences stay.

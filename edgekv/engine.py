@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _llama, memory
-from ._llama import lib
+from ._llama import lib, uninterrupted
 from .batch import Batch, Chunk
 from .cells import MAX_POS, Blob, Cells
 from .columns import CellRun
@@ -351,7 +351,7 @@ class Engine:
 
         One token is decoded in scratch and removed. With no cell free the decode is refused, after it has shifted.
         """
-        with self._open_cells() as cells:
+        with self._open_cells() as cells, uninterrupted():
             if not cells.pending_shift:
                 return
             try:
@@ -383,10 +383,16 @@ class Engine:
             return cells.save(seq)
 
     def load_state(self, seq: int, blob: Blob, num_cells: int) -> None:
-        """A state of ``num_cells`` tokens comes into an empty sequence. Raises ContextFull; then nothing has
-        changed."""
-        with self._open_cells() as cells:
-            cells.load(seq, blob)
+        """A state of ``num_cells`` tokens, from position 0 on, comes into an empty sequence, all or nothing.
+
+        Raises ContextFull, AuditFailed (it is another one).
+        """
+        with self._open_cells() as cells, uninterrupted():
+            cells.check_state(blob, num_cells)
+            cells.load(seq, blob, num_cells)
+            if cells.last_position(seq) != num_cells - 1:
+                cells.clear(seq)
+                raise AuditFailed("the state ends at another position than its tokens")
             cells.used += num_cells
             cells.peak = max(cells.peak, cells.used)
 
@@ -404,7 +410,7 @@ class Engine:
 
         By way of scratch, as a load empties its sequence first. Raises ContextFull, AuditFailed (it holds others).
         """
-        with self._open_cells() as cells:
+        with self._open_cells() as cells, uninterrupted():
             cells.put(run._replace(seq=SCRATCH), blob)
             if delta:
                 cells.shift(SCRATCH, run.p0, run.p1, delta)

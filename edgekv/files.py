@@ -30,7 +30,7 @@ def writing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """
     path = path.resolve()  # what a link points to is replaced, not the link
     _remove_stale(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_numbers)}.tmp")
+    temporary = path.with_name(f"{_begin_of(path)}{os.getpid()}-{next(_numbers)}.tmp")
     try:
         with open(temporary, "x+b", opener=_private if private else None) as file:  # no link somebody put there
             yield file
@@ -43,6 +43,11 @@ def writing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def _begin_of(path: Path) -> str:
+    """How the names of its temporary files begin; a long name is cut, as they are longer than it."""
+    return f".{path.name[:50]}."
+
+
 def _private(name: str, flags: int) -> int:
     fd = os.open(name, flags, _PRIVATE)
     if hasattr(os, "fchmod"):
@@ -52,7 +57,7 @@ def _private(name: str, flags: int) -> int:
 
 def _remove_stale(path: Path) -> None:
     """Remove what writers of this file left that no longer live."""
-    mine = re.compile(re.escape(f".{path.name}.") + r"(\d{1,18})-\d+\.tmp")
+    mine = re.compile(re.escape(_begin_of(path)) + r"(\d{1,18})-\d+\.tmp")
     with contextlib.suppress(OSError):
         for entry in list(path.parent.iterdir()):
             found = mine.fullmatch(entry.name)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import memory, prompt
+from . import budget, memory, prompt
 from .capabilities import Capabilities, Capability
 from .model import Model
+from .settings import Settings
 
 CELLS = 4096  # the cache whose needs are told
 _BATCH = 512
@@ -29,8 +30,33 @@ class KvFigures:
 
 
 @dataclass(frozen=True)
+class BudgetFigures:
+    """What a memory budget gives, and what takes what of it, in bytes.
+
+    ulimit_v: the address space such a process needs, see ``MemoryEstimate.address_space``. scoring: what ``score()``
+    takes on top while it runs. note: what was given up, '' for nothing.
+    """
+
+    limit: int
+    n_ctx: int
+    kv_type: str
+    n_batch: int
+    program: int
+    weights: int
+    cache: int
+    buffers: int
+    process: int
+    ulimit_v: int
+    scoring: int
+    note: str
+
+
+@dataclass(frozen=True)
 class Inspection:
-    """Facts of one model. bos: the token every text begins with, as text. sliding_window: positions, 0 for none."""
+    """Facts of one model. bos: the token every text begins with, as text. sliding_window: positions, 0 for none.
+
+    budget: what one gives, None where none was asked for.
+    """
 
     path: Path
     size: int
@@ -48,10 +74,11 @@ class Inspection:
     ram_free: int
     kv: tuple[KvFigures, ...]
     metadata: dict[str, str]
+    budget: BudgetFigures | None
 
 
-def inspect(model: Model) -> Inspection:
-    """Ask a loaded model; nothing is read or generated."""
+def inspect(model: Model, memory_budget: int | str | None = None) -> Inspection:
+    """Ask a loaded model; nothing is read or generated. Raises TooLarge when a cache does not fit in the budget."""
     size, ram_free = model.path.stat().st_size, memory.free_ram()
     return Inspection(
         path=model.path,
@@ -70,6 +97,26 @@ def inspect(model: Model) -> Inspection:
         ram_free=ram_free,
         kv=tuple(_figures(model, size, kv_type) for kv_type in memory.KV_BLOCKS),
         metadata=model.metadata,
+        budget=None if memory_budget is None else _in_budget(model, budget.parse_size(memory_budget)),
+    )
+
+
+def _in_budget(model: Model, limit: int) -> BudgetFigures:
+    fit = budget.fit(model, limit, Settings())
+    s, need = fit.settings, fit.need
+    return BudgetFigures(
+        limit,
+        s.n_ctx,
+        s.kv_type,
+        s.n_batch,
+        program=need.program,
+        weights=need.weights,
+        cache=need.cache,
+        buffers=need.buffers,
+        process=need.process,
+        ulimit_v=need.address_space(s.threads),
+        scoring=need.scoring,
+        note=fit.note,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,14 +13,16 @@ from . import manifest, modules, saving
 from .base import Lease, verb
 from .edits import Edits
 from .engine import Engine
-from .errors import MaskUnsupported
+from .errors import MaskUnsupported, UsageError
 from .host import register_bos
 from .manifest import Manifest
 from .model import Model
 from .reader import Progress
 from .receipts import Receipt
+from .sampling import Sampling
 from .settings import Settings
 from .store import Stored
+from .transcript import Transcript
 
 K = TypeVar("K", bound="Keeping")
 
@@ -63,17 +66,19 @@ class Keeping(Edits):
         Raises NotEdgekvFile, DamagedFile, WrongFile (of another model or kind of cache, or a newer format), FileError
         (cannot be opened), ContextFull (more cells than there are), and as Session(); then nothing has changed.
         """
-        lease = Lease()
-        try:
-            with Stored(Path(path)) as stored:
-                facts = manifest.read(stored, "session")
-                engine = _engine_for(stored, facts, source, settings or saving.settings_of(facts, n_threads), lease)
-                with engine.busy():
-                    transcript, sampling = saving.load(stored, facts, engine, progress)
-            session = object.__new__(cls)
+        lease, session = Lease(), object.__new__(cls)
+
+        def begin(transcript: Transcript, sampling: Sampling) -> K:
             session._begin(transcript, lease)
             session.sampling = sampling
             return session
+
+        try:
+            with Stored(Path(path)) as stored:
+                facts = manifest.read(stored, "session")
+                engine = _engine_for(stored, facts, source, settings, n_threads, lease)
+                with engine.busy():
+                    return saving.load(stored, facts, engine, begin, progress)
         except BaseException:
             lease.stack.close()
             raise
@@ -113,12 +118,17 @@ def _engine_for(
     stored: Stored,
     facts: Manifest,
     source: str | os.PathLike[str] | Model | Engine | None,
-    settings: Settings,
+    settings: Settings | None,
+    n_threads: int | None,
     lease: Lease,
 ) -> Engine:
     """The engine a saved session comes to; one that is opened for it belongs to ``lease``."""
     if isinstance(source, Engine):
+        if settings is not None or n_threads is not None:
+            raise UsageError("an engine that is open keeps its settings; give them to Engine(...)")
         return source
+    settings = settings or saving.settings_of(facts)
+    settings = settings if n_threads is None else replace(settings, n_threads=n_threads)
     if isinstance(source, Model):
         model = source
     else:

@@ -18,12 +18,13 @@ import numpy.typing as npt
 from . import _llama, capabilities, catalog, gguf, memory
 from ._llama import lib
 from .capabilities import Capability
-from .errors import BadState, ClosedError, DamagedModel, NotGenerative, TooLarge, UsageError
+from .errors import BadState, ClosedError, DamagedModel, ModelError, NotGenerative, TooLarge, UsageError
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 
 _SAMPLE: Final = 1 << 16  # bytes a sample of the fingerprint
 _SAMPLES: Final = 64
+_NO_MEMORY: Final = ("Cannot allocate memory", "bad_alloc", "failed to allocate", "unable to allocate")
 _ROPE_MROPE: Final = 8  # llama.h: LLAMA_ROPE_TYPE_MROPE; IMROPE (40) has the bit too, VISION (24) as well
 
 
@@ -47,6 +48,8 @@ class Model:
         self.n_vocab: Final[int] = lib.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: Final[int] = lib.llama_model_n_ctx_train(self._ptr)
         self.n_swa: Final[int] = lib.llama_model_n_swa(self._ptr)
+        # As llama.cpp writes it for some architectures; what logits take follows from it.
+        self.header.setdefault(f"{self.arch}.vocab_size", self.n_vocab)
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self.capabilities: Final = self._ask_capabilities()
 
@@ -54,10 +57,14 @@ class Model:
         arch = self.header.get("general.architecture", "")
         if f"{arch}.block_count" not in self.header or not self.header[gguf.TENSOR_COUNT]:
             raise NotGenerative(f"{self.path} holds a vocabulary but no model; nothing can be generated with it")
-        size, free = self.path.stat().st_size, memory.free_ram()
-        if size > free:
+        size = self.path.stat().st_size
+        self._refuse_beyond(memory.room_to_load(self.header, size), size + memory.OPENING)
+
+    def _refuse_beyond(self, free: int, needed: int) -> None:
+        """llama.cpp may end the process where it gets no memory, so room is asked for first."""
+        if needed > free:
             raise TooLarge(
-                f"{self.path.name} needs {size / 1e9:,.1f} GB of RAM and {free / 1e9:,.1f} GB are free here; "
+                f"{self.path.name} needs {needed / 1e9:,.1f} GB of RAM and {free / 1e9:,.1f} GB are free here; "
                 "take a smaller model or a stronger quantisation"
             )
 
@@ -65,16 +72,25 @@ class Model:
         _llama.forget_messages()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = 0
+        # Some weights are copied into a layout this CPU is faster with, which may double what they take.
+        params.use_extra_bufts = 2 * self.path.stat().st_size + memory.OPENING < memory.free_ram()
+        before = _private_bytes()
         pointer = lib.llama_model_load_from_file(os.fsencode(self.path), params)
+        self._loaded_bytes = _private_bytes() - before
         if not pointer:
-            raise DamagedModel(
-                f"llama.cpp refused {self.path}: {_llama.last_messages() or 'no reason given'}; "
-                "fetch or copy the file again, or update llama-cpp-python for a new architecture"
-            )
+            raise self._refusal(_llama.last_messages() or "no reason given")
         if lib.llama_model_has_encoder(pointer) or not lib.llama_model_has_decoder(pointer):
             lib.llama_model_free(pointer)
             raise NotGenerative(f"{self.path} is an encoder or has one: there is no cache of past tokens to mask")
         return pointer
+
+    def _refusal(self, reason: str) -> ModelError:
+        if any(words in reason for words in _NO_MEMORY):
+            return TooLarge(f"{self.path.name} does not fit in the RAM that is free here: {reason}")
+        return DamagedModel(
+            f"llama.cpp refused {self.path}: {reason}; "
+            "fetch or copy the file again, or update llama-cpp-python for a new architecture"
+        )
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -162,13 +178,18 @@ class Model:
         rope = int(lib.llama_model_rope_type(self.ptr))
         return rope > 0 and bool(rope & _ROPE_MROPE)
 
+    @cached_property
+    def hybrid(self) -> bool:
+        """Whether some layers have a recurrent state and others attention cells."""
+        return bool(lib.llama_model_is_hybrid(self.ptr))
+
     def _ask_capabilities(self) -> capabilities.Capabilities:
         """What this model's memory can do, each answer with its reason; opens a small context (10 ms) to ask."""
         return capabilities.answer(
             capabilities.MemoryKind(
                 arch=self.arch,
                 recurrent=lib.llama_model_is_recurrent(self.ptr),
-                hybrid=lib.llama_model_is_hybrid(self.ptr),
+                hybrid=self.hybrid,
                 mrope=self.has_mrope,
                 can_shift=self._probe_shift(),
                 rescales=capabilities.rescales(self.arch, self.metadata),
@@ -180,6 +201,7 @@ class Model:
         return capabilities.close_gaps_in(kv_type, self.capabilities.close_gaps, self.header)
 
     def _probe_shift(self) -> bool:
+        self._refuse_beyond(memory.free_ram(), memory.OPENING)
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_outputs_max = 256, 32, 32, 1
         params.swa_full = True
@@ -198,9 +220,36 @@ class Model:
         """Bytes of K and V one token holds over all layers."""
         return memory.kv_bytes_per_token(self.header, kv_type)
 
-    def estimate(self, n_ctx: int, kv_type: str = "f16", n_batch: int = 512) -> memory.MemoryEstimate:
-        """Bytes a session of that size needs, against what is free here now; nothing is allocated."""
-        return memory.estimate(self.header, self.path.stat().st_size, n_ctx, kv_type, n_batch)
+    @property
+    def num_bytes(self) -> int:
+        """What the opened model takes: its file, the vocabulary's tables, weights repacked for this CPU."""
+        return self.path.stat().st_size + max(self.n_vocab * memory.VOCABULARY, self._loaded_bytes)
+
+    def estimate(
+        self,
+        n_ctx: int,
+        kv_type: str = "f16",
+        n_batch: int = 512,
+        n_outputs: int = memory.SEQUENCES,
+        *,
+        flash_attention: bool = True,
+        free: int | None = None,
+    ) -> memory.MemoryEstimate:
+        """Bytes a session of that size needs, against what is free here now; nothing is allocated.
+
+        n_outputs: rows of logits a decode keeps; reading and generating take one for each sequence, scoring
+        ``Settings.max_outputs``. free: the bytes that are free, to ask only once.
+        """
+        return memory.estimate(
+            self.header,
+            self.num_bytes,
+            n_ctx,
+            kv_type,
+            n_batch,
+            n_outputs,
+            flash_attention=flash_attention,
+            free=free,
+        )
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
@@ -304,6 +353,14 @@ class TextStream:
     def finish(self) -> str:
         """What is left of an unfinished character, as U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+
+def _private_bytes() -> int:
+    """Resident bytes of this process that are in no file; 0 where the system does not tell."""
+    import psutil
+
+    told = psutil.Process().memory_info()
+    return int(told.rss - told.shared) if hasattr(told, "shared") else 0
 
 
 def _text(call: Any, *arguments: Any) -> str:

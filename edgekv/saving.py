@@ -27,6 +27,7 @@ from .store import Content, Stored
 from .transcript import Transcript
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 #: Called with (cells copied, cells to copy).
 Progress = Callable[[int, int], None]
@@ -57,9 +58,7 @@ def _members(transcript: Transcript, sampling: Sampling, progress: Progress) -> 
     if record.original is not None:
         yield _ORIGINAL, record.original[2].view(np.uint8)
     if not record.ledger.has_cells:
-        with uninterrupted():
-            state = engine.state(record.live) if record.ledger.num_cells else b""
-        yield _STATE, state
+        yield _STATE, engine.state(record.live) if record.ledger.num_cells else b""
     yield from _told(_copies(taken, transcript), [*taken.cells, *taken.blobs], progress)
 
 
@@ -67,9 +66,8 @@ def _copies(taken: Snapshot, transcript: Transcript) -> Iterator[tuple[str, Cont
     """K and V, piece by piece, so that they are never in memory as a whole."""
     engine, sequences = transcript.engine, (transcript.ledger.live, *transcript.ledger.archives)
     for i, piece in enumerate(taken.cells):
-        with uninterrupted():  # or cells would be left in scratch
-            ((_, blob),) = engine.copies(CellRun(sequences[piece.number], piece.p0, piece.p1))
-        yield f"cells/{i}", blob
+        for _, blob in engine.copies(CellRun(sequences[piece.number], piece.p0, piece.p1)):
+            yield f"cells/{i}", blob
     for piece in taken.blobs:
         yield f"parked/{piece.number}", engine.parking.get(piece.number).read()
 
@@ -142,15 +140,14 @@ def _count(states: npt.NDArray[np.int8]) -> dict[str, int]:
 # -- and back --------------------------------------------------------------------------------------------------------
 
 
-def settings_of(facts: Manifest, n_threads: int | None) -> Settings:
-    """The settings a session was saved under, on this machine's threads."""
+def settings_of(facts: Manifest) -> Settings:
+    """The settings a session was saved under, but for the threads, which are this machine's."""
     assert facts.session is not None
     context, cache = facts.session.context, facts.cache
     return Settings(
         n_ctx=context.n_ctx,
         n_batch=context.n_batch,
         kv_type=cache.kv_type,
-        n_threads=n_threads,
         flash_attention=cache.flash_attention,
         n_sessions=context.n_sessions,
         n_archives=context.n_archives,
@@ -160,32 +157,36 @@ def settings_of(facts: Manifest, n_threads: int | None) -> Settings:
 
 
 def load(
-    stored: Stored, facts: Manifest, engine: Engine, progress: Progress | None = None
-) -> tuple[Transcript, Sampling]:
-    """A session on ``engine`` as it was when it was saved.
+    stored: Stored,
+    facts: Manifest,
+    engine: Engine,
+    finish: Callable[[Transcript, Sampling], R],
+    progress: Progress | None = None,
+) -> R:
+    """A session on ``engine`` as it was when it was saved; returns what ``finish`` makes of it.
 
     Raises WrongFile, DamagedFile, ContextFull (not enough free cells), UsageError (no free session); then nothing has
     changed.
     """
     manifest.check(stored, facts, engine.model, engine.settings)
-    used = engine.cells_used
+    used, transcript = engine.cells_used, None
     try:
         saved = manifest.decode(stored, _SESSION, Snapshot)
-        sampling = saved.sampling.restored()
-        transcript = Transcript(engine, restarts=saved.restarts, journal=snapshot.journal_of(saved))
-    except Contradiction as err:
-        raise stored.damaged(f"its parts contradict each other: {err}") from err
-    try:
-        _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
-    except BaseException as err:
+        sampling, journal = saved.sampling.restored(), snapshot.journal_of(saved)
         with uninterrupted():
-            transcript.record.abandon(engine.cells_used - used)
+            transcript = Transcript(engine, restarts=saved.restarts, journal=journal)
+        _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
+        with uninterrupted():
+            return finish(transcript, sampling)
+    except BaseException as err:
+        if transcript is not None:
+            with uninterrupted():
+                transcript.record.abandon(engine.cells_used - used)
         if isinstance(err, Contradiction):
             raise stored.damaged(f"its parts contradict each other: {err}") from err
         if isinstance(err, AuditFailed):
             raise stored.damaged(f"K and V are not what they are said to be: {err}") from err
         raise
-    return transcript, sampling
 
 
 def _fill(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Progress) -> None:
@@ -204,11 +205,7 @@ def _fill(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Pro
     if record.ledger.has_cells:
         _load_cells(stored, saved, transcript, progress)
     elif record.ledger.num_cells:
-        state = stored.read(_STATE)
-        with uninterrupted():
-            engine.load_state(record.live, state, record.ledger.num_cells)
-        if engine.last_position(record.live) != record.ledger.cursor - 1:
-            raise Contradiction("the state ends at another position than its tokens")
+        engine.load_state(record.live, stored.read(_STATE), record.ledger.num_cells)
     if next_logits is not None and saved.next_view is not None:
         record.next.in_copy(next_logits, saved.next_view)
     if original is not None and saved.original is not None:
@@ -228,9 +225,7 @@ def _load_cells(stored: Stored, saved: Snapshot, transcript: Transcript, progres
     def load() -> Iterator[None]:
         sequences = (record.ledger.live, *record.ledger.archives)
         for i, piece in enumerate(saved.cells):
-            data = stored.read(f"cells/{i}")
-            with uninterrupted():
-                engine.load(CellRun(sequences[piece.number], piece.p0, piece.p1), data)
+            engine.load(CellRun(sequences[piece.number], piece.p0, piece.p1), stored.read(f"cells/{i}"))
             yield
         for blob in saved.blobs:
             data = stored.read(f"parked/{blob.number}")

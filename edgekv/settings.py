@@ -17,7 +17,6 @@ ASIDE: Final = 2  # where tokens wait while others are read, and where text for 
 NUM_RESERVED: Final = 3
 _MAX_SEQUENCES: Final = 256  # llama-cparams.h: LLAMA_MAX_SEQ
 _MAX_THREADS: Final = 512  # ggml.h: GGML_MAX_N_THREADS; far beyond it llama.cpp dies of a stack overflow
-_LOGITS_BUDGET: Final = 32 * memory.MIB
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class Settings:
     sequences set aside; sessions and forks share the cells, and an archive takes masked spans whose positions do not
     overlap. rope_freq_base, rope_freq_scale: of RoPE, 0 for the model's own. max_parked_bytes: parked spans beyond it
     go to ``park_folder``, those parked longest ago first; None for no limit, and for a folder of the user's cache.
+    logits_bytes: logits a decode may keep, see max_outputs; fewer make scoring slower.
     """
 
     n_ctx: int = 4096
@@ -42,6 +42,7 @@ class Settings:
     rope_freq_scale: float = 0.0
     max_parked_bytes: int | None = None
     park_folder: str | os.PathLike[str] | None = None
+    logits_bytes: int = 32 * memory.MIB
 
     def n_sequences(self, n_archives: int | None = None) -> int:
         """Sequences of a context whose sessions have so many archives each, by default those set."""
@@ -50,7 +51,7 @@ class Settings:
     def check(self) -> None:
         """Raise UsageError, with the remedy, for values llama.cpp would refuse or not survive."""
         memory.check_kv_type(self.kv_type)
-        for name in ("n_ctx", "n_batch", "n_sessions", "n_archives"):
+        for name in ("n_ctx", "n_batch", "n_sessions", "n_archives", "logits_bytes"):
             _check_number(name, getattr(self, name), (1 << 31) - 1)
         if self.n_threads is not None:
             _check_number("n_threads", self.n_threads, _MAX_THREADS)
@@ -76,11 +77,11 @@ class Settings:
         return self.n_threads or physical_cores()
 
     def max_outputs(self, n_vocab: int) -> int:
-        """Rows of logits one decode may keep: 32 MiB worth, at least one for every sequence.
+        """Rows of logits one decode may keep: ``logits_bytes`` worth, at least one for every sequence.
 
         llama.cpp aborts with fewer rows than sequences, also where a batch is smaller than that.
         """
-        return max(self.n_sequences(), min(self.n_batch, max(8, _LOGITS_BUDGET // (4 * n_vocab))))
+        return max(self.n_sequences(), min(self.n_batch, max(8, self.logits_bytes // (4 * n_vocab))))
 
 
 def _check_number(name: str, value: object, most: int) -> None:

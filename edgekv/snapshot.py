@@ -24,7 +24,7 @@ from .plans import Original
 from .receipts import Receipt
 from .sampling import Sampling
 from .shares import PRIVATE
-from .spans import Span, SpanTable
+from .spans import Range, Span, SpanTable
 from .tally import Tally
 
 T = TypeVar("T", bound=np.generic)
@@ -82,31 +82,81 @@ class SavedOriginal:
 
 
 @dataclass(frozen=True)
+class FormerRun:
+    """Tokens of consecutive indexes [start, stop) that were alike before an edit."""
+
+    start: int
+    stop: int
+    state: int
+    reserved: bool
+    replaced: bool
+
+
+@dataclass(frozen=True)
 class SavedFormer:
-    """An edit that can be undone: its receipt, and how its tokens were before it."""
+    """An edit that can be undone: how its tokens were before it, and which spans there were. Its receipt is the one of
+    that ``number``, or, where the journal has dropped it (-1), its own; spans are ranges of
+    ``Snapshot.former_spans``."""
 
-    receipt: Receipt
-    indexes: bytes
-    state: bytes
-    reserved: bytes
-    replaced: bytes
-    spans: tuple[Span, ...]
+    number: int
+    receipt: Receipt | None
+    runs: tuple[FormerRun, ...]
+    spans: tuple[Range, ...]
 
-    @classmethod
-    def of(cls, receipt: Receipt, former: Former) -> SavedFormer:
-        c = former.columns
-        indexes, state = _bytes(former.indexes), _bytes(c.state)
-        return cls(receipt, indexes, state, _bytes(c.reserved), _bytes(c.replaced), former.spans)
+    def former(self, snapshot: Snapshot) -> tuple[Receipt, Former]:
+        """Raises Contradiction."""
+        length, receipts, table = len(snapshot), snapshot.receipts, snapshot.former_spans
+        receipt = self.receipt if self.number < 0 else receipts[self.number] if self.number < len(receipts) else None
+        if receipt is None:
+            raise Contradiction("an edit has no receipt")
+        for run in self.runs:
+            _need(0 <= run.start < run.stop <= length, "an edit speaks of tokens that are not there")
+            _need(0 <= run.state < len(State), "a token is in no known state")
+        _need(sum(run.stop - run.start for run in self.runs) <= length, "an edit has a token twice")
+        indexes = Places.exactly([(run.start, run.stop) for run in self.runs])
+        columns, at = Columns.dropped(len(indexes)), 0
+        for run in self.runs:
+            here = slice(at, at := at + run.stop - run.start)
+            columns.state[here], columns.reserved[here], columns.replaced[here] = run.state, run.reserved, run.replaced
+        _need(all(0 <= a < b <= len(table) for a, b in self.spans), "an edit speaks of spans that are not there")
+        return receipt, Former(indexes, columns, tuple(span for a, b in self.spans for span in table[a:b]))
 
-    def former(self, length: int) -> tuple[Receipt, Former]:
-        """Of a session of ``length`` tokens."""
-        indexes = _array(self.indexes, np.int64, len(self.indexes) // 8)
-        _need(_within(indexes, length), "an edit speaks of tokens that are not there")
-        columns = Columns.dropped(len(indexes))
-        columns.state[:] = _states(self.state, len(indexes))
-        columns.reserved[:] = _array(self.reserved, np.int8, len(indexes)) != 0
-        columns.replaced[:] = _array(self.replaced, np.int8, len(indexes)) != 0
-        return self.receipt, Former(indexes, columns, self.spans)
+
+def _save_undo(journal: Journal) -> tuple[tuple[SavedFormer, ...], tuple[Span, ...]]:
+    """The edits that can be undone, and the table of their spans: neighbours have nearly all of them in common."""
+    number_of = {id(receipt): i for i, receipt in enumerate(journal.receipts)}
+    table: dict[Span, int] = {}
+    saved = []
+    for receipt, former in journal.edits:
+        number = number_of.get(id(receipt), -1)
+        places = np.asarray([table.setdefault(span, len(table)) for span in former.spans], np.int64)
+        own = receipt if number < 0 else None
+        saved.append(SavedFormer(number, own, tuple(_former_runs(former)), tuple(_stretches(places))))
+    return tuple(saved), tuple(table)
+
+
+def _former_runs(former: Former) -> Iterator[FormerRun]:
+    c = former.columns
+    for rows in _alike(former.indexes, c.state, c.reserved, c.replaced):
+        first = rows.start
+        start, state = int(former.indexes[first]), int(c.state[first])
+        stop = start + rows.stop - first
+        yield FormerRun(start, stop, state, bool(c.reserved[first]), bool(c.replaced[first]))
+
+
+def _stretches(numbers: npt.NDArray[np.int64]) -> list[Range]:
+    return [(int(numbers[r.start]), int(numbers[r.start]) + len(r)) for r in _alike(numbers)]
+
+
+def _alike(numbers: npt.NDArray[np.int64], *same: npt.NDArray[Any]) -> list[range]:
+    """Where numbers count up by one and the other columns do not change."""
+    if not len(numbers):
+        return []
+    cut = np.diff(numbers) != 1
+    for column in same:
+        cut |= column[1:] != column[:-1]
+    ends = [0, *(np.flatnonzero(cut) + 1).tolist(), len(numbers)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -155,6 +205,7 @@ class Snapshot:
     span_counter: int
     receipts: tuple[Receipt, ...]
     undo: tuple[SavedFormer, ...]
+    former_spans: tuple[Span, ...]
     tally: Tally
     next_view: View | None
     original: tuple[int, View] | None
@@ -204,7 +255,7 @@ class Snapshot:
         views = [o.hidden for o in self.originals] + [e.hidden for e in self.epochs]
         views += [v for v in (self.next_view, self.original and self.original[1]) if v is not None]
         computed = [r for e in self.epochs for r in e.computed]
-        spans = [s.range for s in (*self.spans, *(s for u in self.undo for s in u.spans))]
+        spans = [s.range for s in (*self.spans, *self.former_spans)]
         for start, stop in (*computed, *spans, *(r for view in views for r in view)):
             _need(0 <= start <= stop <= n, "a range lies outside the transcript")
         for view in views:
@@ -218,7 +269,7 @@ class Snapshot:
         try:
             for span in self.spans:
                 names.add(span)
-            for receipt in (*self.receipts, *(u.receipt for u in self.undo)):
+            for receipt in (*self.receipts, *(u.receipt for u in self.undo if u.receipt is not None)):
                 str(receipt)
         except UsageError as err:
             raise Contradiction(str(err)) from err
@@ -260,7 +311,7 @@ def _check_sequences(columns: Columns, live: int) -> None:
 
 def journal_of(snapshot: Snapshot) -> Journal:
     """Its receipts, and the edits that can be undone. Raises Contradiction."""
-    return Journal(snapshot.receipts, [undo.former(len(snapshot)) for undo in snapshot.undo])
+    return Journal(snapshot.receipts, [undo.former(snapshot) for undo in snapshot.undo])
 
 
 def take(
@@ -280,6 +331,7 @@ def take(
     sequences = (ledger.live, *ledger.archives)
     number = {seq: i for i, seq in enumerate(sequences)}
     index_of = ledger.places.index_of
+    undo, former_spans = _save_undo(journal)
     return Snapshot(
         ids=_bytes(ledger.ids),
         table=Table.of(ledger.columns, sequences),
@@ -289,7 +341,8 @@ def take(
         spans=spans.ordered(),
         span_counter=spans.counter,
         receipts=journal.receipts,
-        undo=tuple(SavedFormer.of(*edit) for edit in journal.edits),
+        undo=undo,
+        former_spans=former_spans,
         tally=tally,
         next_view=next_view,
         original=original,

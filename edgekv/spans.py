@@ -95,10 +95,12 @@ class SpanTable:
             raise UsageError(f"a span named {name!r} exists at [{taken.start}, {taken.stop}); choose another name")
         if not name.strip() or any(c in name for c in "*?[]") or name.startswith(("role:", "tag:")):
             raise UsageError(f"{name!r} cannot name a span: no '*', '?', '[', ']', no 'role:' or 'tag:' in front")
+        if any(_is_half(c) for c in name):
+            raise UsageError(f"{name!r} cannot name a span: it holds half a character, which no file can keep")
 
     def free_name(self, stem: str) -> str:
         """A name nobody has, from a role or another name; what could not stand in a name is left out."""
-        stem = "".join(c for c in stem if c not in "*?[]:").strip() or "text"
+        stem = "".join(c for c in stem if c not in "*?[]:" and not _is_half(c)).strip() or "text"
         while True:
             self._counter += 1
             name = f"{stem}-{self._counter}"
@@ -215,6 +217,11 @@ class SpanTable:
 def _length(flags: npt.NDArray[np.bool_]) -> int:
     """How many there are up to the last True."""
     return len(flags) - int(flags[::-1].argmax()) if flags.any() else 0
+
+
+def _is_half(char: str) -> bool:
+    """Half of a surrogate pair, which is no character and cannot be written."""
+    return "\ud800" <= char <= "\udfff"
 
 
 def _is_index(value: object) -> bool:

@@ -31,6 +31,14 @@ def positions(blob: Bytes, *, cell_extra: int = 0) -> list[npt.NDArray[np.int32]
     return [np.sort(cache.positions) for cache in _caches(blob, cell_extra)]
 
 
+def first_positions(blob: Bytes) -> npt.NDArray[np.int32]:
+    """Sorted int32 positions of the first cache, whatever comes behind it. Raises AuditFailed as above."""
+    try:
+        return np.sort(_Reader(blob, 0).cache().positions)
+    except (struct.error, IndexError, ValueError) as err:
+        raise AuditFailed(f"the state blob is not laid out as this version of edgekv knows it: {err}") from err
+
+
 def select(blob: Bytes, p0: int, p1: int, *, cell_extra: int = 0) -> Bytes:
     """The same blob with the cells at positions [p0, p1) only. Raises AuditFailed as :func:`positions`."""
     parts = [blob[:_BEGIN]]
@@ -109,10 +117,10 @@ class _Reader:
     def caches(self) -> list[_Cache]:
         found = []
         while self._at < len(self._blob):
-            found.append(self._cache())
+            found.append(self.cache())
         return found
 
-    def _cache(self) -> _Cache:
+    def cache(self) -> _Cache:
         num_streams, num_cells = self._numbers("<II")
         if num_streams != 1:
             raise ValueError(f"{num_streams} streams")

@@ -30,6 +30,7 @@ Member: TypeAlias = "tuple[str, Content]"
 MANIFEST: Final = "manifest.json"
 _NAME: Final = re.compile(r"[a-z0-9]+([./-][a-z0-9]+)*")
 _BEGIN: Final = b"PK\3\4"
+_MODEL: Final = b"GGUF"
 _COMMENT: Final = b"edgekv crc32 "
 _END: Final = len(_COMMENT) + 8  # and eight hex digits
 _CHUNK: Final = 1 << 20
@@ -45,6 +46,8 @@ def write(path: Path, members: Iterable[Member], *, private: bool = False) -> in
     with _said(path, "written"):
         if (kind := _kind(path)) and not stat.S_ISREG(kind):
             raise FileError(f"{path} is a folder, or no file that can be replaced; give the path of a file")
+        if kind and _begins_with(path, _MODEL):
+            raise FileError(f"{path} is a model; give the path of another file")
         return _write(path, members, private=private)
 
 
@@ -94,8 +97,13 @@ def _crc(file: BinaryIO, size: int) -> int:
 
 def is_ours(path: Path) -> bool:
     """Whether it is worth opening as an edgekv file: a zip. Raises FileError."""
-    with _said(path, "read"), path.open("rb") as file:
-        return file.read(len(_BEGIN)) == _BEGIN
+    with _said(path, "read"):
+        return _begins_with(path, _BEGIN)
+
+
+def _begins_with(path: Path, begin: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(begin)) == begin
 
 
 _BEGINNING: Final = 30 + len(MANIFEST)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgekv.cli.output import console, json_option, model_argument, print_facts, print_json
+from edgekv.errors import UsageError
 from edgekv.wording import size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edgekv.inspection import Inspection
+    from edgekv.inspection import BudgetFigures, Inspection
 
 _CAPABILITIES = {"mask": "mask a span", "close_gaps": "close the gap", "park": "park K/V", "rewind": "rewind"}
 
@@ -23,28 +24,38 @@ _CAPABILITIES = {"mask": "mask a span", "close_gaps": "close the gap", "park": "
 @click.command("inspect")
 @model_argument
 @click.option("--all", "everything", is_flag=True, help="All metadata of the file too.")
+@click.option("--budget", metavar="SIZE", help='What a session of that memory_budget gets, such as "256MiB".')
 @json_option
-def inspect_(model: str, everything: bool, as_json: bool) -> None:
+def inspect_(model: str, everything: bool, budget: str | None, as_json: bool) -> None:
     """Say what a model, a session file or a KV module is, and what a model's cache can do.
 
     Of a model also how large a cache fits in the RAM that is free here, for each KV type. NAME|FILE is a model known by
     name (see: edgekv models list; default: smollm2) or the path of a file. Session files and KV modules are checked to
     the last byte, and read without their model.
     """
+    from edgekv import memory
+
+    memory.check_program_fits()
     from edgekv.cli.kept import inspect_kept, is_kept
 
     if is_kept(model):
+        _refuse_budget(budget)
         inspect_kept(Path(model), as_json=as_json)
         return
     from edgekv import Model
     from edgekv.inspection import inspect
 
     with Model(model) as opened:
-        facts = inspect(opened)
+        facts = inspect(opened, budget)
     if as_json:
         print_json(_as_dict(facts, everything))
     else:
         _print(facts, everything)
+
+
+def _refuse_budget(budget: str | None) -> None:
+    if budget is not None:
+        raise UsageError("--budget is told of a model, not of a session file or KV module")
 
 
 def _as_dict(facts: Inspection, everything: bool) -> dict[str, Any]:
@@ -60,7 +71,7 @@ def _print(facts: Inspection, everything: bool) -> None:
     out.print()
     if facts.kv[0].bytes_per_token:
         out.print(_table(facts), "")
-    print_facts([("RAM", _memory(facts))])
+    print_facts([("RAM", _memory(facts)), *_budget_rows(facts.budget)])
     if everything:
         out.print()
         print_facts((key, " ".join(value.split())) for key, value in facts.metadata.items())
@@ -128,3 +139,15 @@ def _memory(facts: Inspection) -> str:
     rest = f"weights and buffers take about {size(first.bytes_total - first.bytes_cells)}"
     cells = f"{rest} beside {CELLS:,} cells" if first.bytes_per_token else f"{rest} and a state of fixed size; no cells"
     return f"{cells}; {size(facts.ram_free)} are free here"
+
+
+def _budget_rows(figures: BudgetFigures | None) -> Iterator[tuple[str, str]]:
+    """What the budget gives; the parts in the order of a process's life."""
+    if figures is None:
+        return
+    f = figures
+    batch = "" if f.n_batch == 512 else f", read {f.n_batch} tokens at a time"
+    yield "budget", f"{size(f.limit)} give n_ctx={f.n_ctx:,} in {f.kv_type}{batch}{'; ' if f.note else ''}{f.note}"
+    yield "", f"weights {size(f.weights)}, cache {size(f.cache)}, buffers {size(f.buffers)}"
+    yield "", f"Python and the libraries {size(f.program)}: at most {size(f.process)} resident in all"
+    yield "", f"ulimit -v, which counts address space, must be {size(f.ulimit_v)}; scoring takes {size(f.scoring)} more"

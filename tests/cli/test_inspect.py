@@ -108,14 +108,31 @@ def test_all_lists_the_metadata(edgekv: Edgekv, tiny_path: TinyPath) -> None:
 
 
 def test_little_ram_is_said(edgekv: Edgekv, tiny_path: TinyPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_ram", lambda: 55 << 20)
+    monkeypatch.setattr(memory, "free_ram", lambda: 14 << 20)
     told = json.loads(edgekv("inspect", tiny_path("llama"), "--json").out)
     sizes = [kv["largest_n_ctx"] for kv in told["kv"]]
-    assert told["ram_free"] == 55 << 20
+    assert told["ram_free"] == 14 << 20
     assert sizes == sorted(sizes)  # f32 first: smaller elements, more cells
     assert 0 < sizes[0] < 4096
     monkeypatch.setattr(memory, "free_ram", lambda: 2 << 20)
     assert "none fits" in edgekv("inspect", tiny_path("llama")).out
+
+
+def test_a_budget_is_told_part_by_part(edgekv: Edgekv, tiny_path: TinyPath) -> None:
+    path = tiny_path("llama")
+    told = json.loads(edgekv("inspect", path, "--json", "--budget", "90MB").out)["budget"]
+    assert (told["limit"], told["n_ctx"], told["kv_type"]) == (90_000_000, 4096, "f16")
+    assert told["process"] == sum(told[part] for part in ("program", "weights", "cache", "buffers")) <= 90_000_000
+    assert told["ulimit_v"] > told["process"]
+    assert "budget  90.0 MB give n_ctx=4,096 in f16" in edgekv("inspect", path, "--budget", "90MB").out
+    assert json.loads(edgekv("inspect", path, "--json").out)["budget"] is None
+
+
+@pytest.mark.parametrize(("given", "code", "said"), [("20MB", 1, "would do"), ("lots", 2, "is not a size")])
+def test_a_budget_that_does_not_do(edgekv: Edgekv, tiny_path: TinyPath, given: str, code: int, said: str) -> None:
+    done = edgekv("inspect", tiny_path("llama"), "--budget", given)
+    assert (done.code, done.out) == (code, "")
+    assert said in done.err
 
 
 @pytest.mark.parametrize(("kind", "said"), [("encoder", "no cache"), ("vocab_only", "a vocabulary but no model")])

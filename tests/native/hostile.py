@@ -34,7 +34,6 @@ COLUMNS = {
     "replaced": "i1",
     "blob": "<i4",
     "index_of": "<i8",
-    "indexes": "<i8",
 }
 
 

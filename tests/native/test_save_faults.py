@@ -334,7 +334,7 @@ def first(of: str, /, **values: object) -> Change:
 
 
 def in_undo(name: str, change: Callable[[Any], Any]) -> Change:
-    return lambda d: column(d["undo"][0], name, change)
+    return lambda d: d["undo"][0]["runs"][0].update({name: change(d["undo"][0]["runs"][0][name])})
 
 
 ROWS = {"visible": 3, "masked": 38, "parked": 68, "evicted": 88}  # of the llama's session
@@ -411,12 +411,15 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "a first reading of an evicted one": (first("originals", row=ROWS["evicted"]), "first reading is nowhere"),
     "a first reading elsewhere": (first("originals", pos=300), "cells are not those"),
     "two first readings": (lambda d: d["originals"].append(d["originals"][0]), "two first readings"),
-    "undo beyond": (in_undo("indexes", lambda a: a + 10**6), "not there"),
-    "undo below": (in_undo("indexes", lambda a: a - 10**6), "not there"),
-    "undo of fewer": (in_undo("indexes", lambda a: a[:-1]), "not of one length"),
-    "undo of half a token": (in_undo("indexes", lambda a: a.view(np.uint8)[:-3]), "not of one length"),
+    "undo beyond": (in_undo("stop", lambda a: a + 10**6), "not there"),
+    "undo below": (in_undo("start", lambda a: a - 10**6), "not there"),
+    "undo of none": (in_undo("stop", lambda a: a - 10**6), "not there"),
+    "undo of all, and again": (lambda d: d["undo"][0].update(runs=d["undo"][0]["runs"] * 1000), "a token twice"),
+    "undo without a receipt": (first("undo", number=10**6), "no receipt"),
+    "undo with no receipt of its own": (first("undo", number=-1), "no receipt"),
+    "undo to spans that are not there": (first("undo", spans=[[0, 10**6]]), "spans that are not there"),
     "undo to state 9": (in_undo("state", lambda a: a + 9), "no known state"),
-    "undo to a span beyond": (lambda d: d["undo"][0]["spans"][0].update(stop=10**6), "outside the transcript"),
+    "undo to a span beyond": (first("former_spans", stop=10**6), "outside the transcript"),
     "a verb nobody has": (first("receipts", verb="explode"), "a receipt of 'explode'"),
     "a gap nobody has": (first("receipts", gap="wide"), "a receipt of 'wide'"),
     "a bias that is no number": (lambda d: d["sampling"].update(logit_bias=[[5, "much"]]), "a bias is no number"),
@@ -474,13 +477,21 @@ NO_JSON = {
 }
 
 
-@pytest.mark.parametrize("member", ["session.json", "manifest.json"])
-@pytest.mark.parametrize("name", NO_JSON)
+#: What changes nothing in a manifest, which has no such words.
+IN_SESSIONS = {"NaN", "infinity", "a float beyond", "a number of a million digits", "deep where a list is"}
+
+
+@pytest.mark.parametrize(
+    ("member", "name"),
+    [
+        *(("session.json", name) for name in NO_JSON),
+        *(("manifest.json", name) for name in sorted(NO_JSON.keys() - IN_SESSIONS)),
+    ],
+)
 def test_no_json_of_edgekv_s(file: Path, bystander: Bystander, name: str, member: str) -> None:
     contents = members(file)
     text = NO_JSON[name](contents[member])
-    if text == contents[member]:
-        pytest.skip("it has none of that")
+    assert text != contents[member]
     rewrite(file, contents | {member: text})
     with pytest.raises(errors.DamagedFile, match="not as edgekv writes it"):
         Session.load(file, bystander.engine)
@@ -489,7 +500,7 @@ def test_no_json_of_edgekv_s(file: Path, bystander: Bystander, name: str, member
 FUZZ = "import runpy, sys; sys.argv[0] = sys.argv.pop(1); runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-@pytest.mark.parametrize(("kind", "count"), [("llama", 160), ("gemma3", 100), *((kind, 60) for kind in KINDS[2:])])
+@pytest.mark.parametrize(("kind", "count"), [("llama", 120), ("gemma3", 40), *((kind, 20) for kind in KINDS[2:])])
 def test_random_mutations(tiny_path: TinyPath, saved: Any, kind: str, count: int) -> None:
     """Refused, or loaded and gone on with in a way that edgekv knows; the process lives, and others notice nothing."""
     script = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{FUZZ}"
@@ -564,7 +575,6 @@ def test_blobs_of_another_type(tiny_path: TinyPath, bystanders: Any, tmp_path: P
     bystanders(kind).go_on()
 
 
-@pytest.mark.xfail(reason="Cells.load says ContextFull for whatever llama.cpp refuses", strict=True)
 def test_blobs_of_another_type_are_said_to_be_that(tiny_path: TinyPath, tmp_path: Path, bystander: Bystander) -> None:
     path = tmp_path / "other.kv"
     with Session(tiny_path(), settings=replace(SETTINGS, kv_type="f32")) as session:
@@ -574,7 +584,6 @@ def test_blobs_of_another_type_are_said_to_be_that(tiny_path: TinyPath, tmp_path
         Session.load(path, bystander.engine)
 
 
-@pytest.mark.xfail(reason="Cells.load leaves cells in scratch where llama.cpp took less than the blob", strict=True)
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mrope"])
 def test_a_blob_with_more_caches_than_the_model(tiny_path: TinyPath, saved: Any, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "double.kv"
@@ -582,9 +591,10 @@ def test_a_blob_with_more_caches_than_the_model(tiny_path: TinyPath, saved: Any,
     data = members(path)["cells/0"]
     with Model(tiny_path(kind)) as model:
         bystander = Bystander(model)
-        with pytest.raises(errors.EdgekvError):
+        with pytest.raises(errors.DamagedFile):
             Session.load(change_member(path, "cells/0", data + data[8:]), bystander.engine)
         bystander.check()
+        bystander.close()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "yarn"])
@@ -638,7 +648,6 @@ def test_states_that_are_others(saved: Any, bystanders: Any, tmp_path: Path, kin
     bystanders(kind).go_on()
 
 
-@pytest.mark.xfail(reason="Engine.load_state does not look at the positions of a hybrid's attention cells", strict=True)
 def test_a_state_with_a_cell_nowhere(tiny_path: TinyPath, saved: Any, tmp_path: Path) -> None:
     path = tmp_path / "state.kv"
     path.write_bytes(saved("lfm2").read_bytes())
@@ -671,7 +680,7 @@ def test_what_could_not_be_loaded_is_not_saved(session: Session, tmp_path: Path)
     with pytest.raises(errors.UsageError, match="would not be readable"):
         session.save(tmp_path / "file.kv")
     session.sampling = Sampling()
-    session.append("x", name="\ud800")
+    session.append("x", role="\ud800")
     with pytest.raises(errors.UsageError, match="would not be readable"):
         session.save(tmp_path / "file.kv")
     assert (tmp_path / "file.kv").read_bytes() == before
@@ -869,15 +878,18 @@ def test_a_link_leads_to_the_file(session: Session, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
 def test_its_size(tiny_path: TinyPath, tmp_path: Path, kind: str, kv_type: str) -> None:
-    """At most the cells, the logits, 64 KB and 64 bytes a token."""
+    """At most the cells, the logits, 64 KB, 64 bytes a token and 1 KB an edit."""
     with Session(tiny_path(kind), settings=replace(SETTINGS, kv_type=kv_type, n_ctx=2048)) as session:
         session.append(some_tokens(1000))
         rich(session)
+        for _ in range(200 if session.model.capabilities.mask else 0):
+            session.mask("middle")
+            session.unmask("middle")
         size = session.save(tmp_path / "session.kv")
         assert size == (tmp_path / "session.kv").stat().st_size
         stats, n_vocab = session.stats, session.model.n_vocab
         cells = session.engine.kv_bytes(stats.cells_used) + stats.parked_bytes
-        assert size <= cells + 2 * 4 * n_vocab + (64 << 10) + 64 * len(session.tokens)
+        assert size <= cells + 2 * 4 * n_vocab + (64 << 10) + 64 * len(session.tokens) + 1000 * len(session.history)
 
 
 # ---- several at once ------------------------------------------------------------------------------------------------

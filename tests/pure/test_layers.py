@@ -39,7 +39,7 @@ LAYERS = (
     ("layout", "plans"),
     ("sampling",),
     ("engine",),
-    ("batch", "cells", "parking"),
+    ("batch", "budget", "cells", "parking"),
     ("manifest",),
     ("model",),
     ("_llama", "settings", "state_blob", "fetch", "tiny", "receipts", "tally", "numerics"),
