@@ -68,11 +68,12 @@ class Base:
         n_threads: int | None = None,
         settings: Settings = Settings(),
         memory_budget: int | str | None = None,
+        max_parked_bytes: int | str | None = None,
         on_unsupported: str = "refuse",
     ) -> None:
         if on_unsupported not in _ON_UNSUPPORTED:
             raise UsageError(f"on_unsupported is 'refuse' or 'recompute', not {on_unsupported!r}")
-        given = {"n_ctx": n_ctx, "kv_type": kv_type, "n_threads": n_threads}
+        given = {"n_ctx": n_ctx, "kv_type": kv_type, "n_threads": n_threads, "max_parked_bytes": max_parked_bytes}
         changes = {name: value for name, value in given.items() if value is not None}
         limit = None if memory_budget is None else budget.parse_size(memory_budget)
         lease = Lease()

@@ -7,11 +7,8 @@ comes on top. ``ulimit -v`` counts address space: where one is set, what is chos
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Final
 
 from . import memory
@@ -19,6 +16,7 @@ from .errors import TooLarge, UsageError
 from .memory import MIB, MemoryEstimate
 from .model import Model
 from .settings import Settings
+from .wording import num_bytes
 
 USEFUL: Final = 2048  # cells; with fewer, smaller types and batches are tried
 _FEW: Final = 512  # cells; only below that are gaps given up for a smaller type
@@ -26,33 +24,13 @@ _TYPES: Final = ("f16", "q8_0", "q4_0")
 _BATCHES: Final = (512, 256, 128, 64, 32)
 _LOGITS: Final = 4 * MIB
 
-_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
-_EXPONENT: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_UNITS: Final = "write '256MiB', '2GiB' (of 1,024), '300MB', '1.5 GB' (of 1,000), or a whole number of bytes"
-
 
 def parse_size(size: int | str) -> int:
-    """Bytes: a whole number, or text such as "256MiB", "1.5 GB" or "300000 B" (kB is 1,000 bytes, KiB 1,024).
-
-    Raises UsageError for anything else, and for less than one byte.
-    """
-    num_bytes = _parse_text(size) if isinstance(size, str) else _whole(size)
-    if num_bytes < 1:
+    """Bytes of a budget, as :func:`~edgekv.wording.num_bytes`; raises UsageError for less than one, too."""
+    wanted = num_bytes(size)
+    if wanted < 1:
         raise UsageError(f"a memory budget is at least one byte, not {size!r}")
-    return num_bytes
-
-
-def _parse_text(size: str) -> int:
-    match = _SIZE.fullmatch(size)
-    if not match or (match[3] and not match[2]):
-        raise UsageError(f"{size!r} is not a size; {_UNITS}")
-    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** _EXPONENT[match[2].lower()])
-
-
-def _whole(size: object) -> int:
-    if isinstance(size, bool) or not hasattr(size, "__index__"):
-        raise UsageError(f"{size!r} is not a size; {_UNITS}")
-    return operator.index(size)
+    return wanted
 
 
 @dataclass(frozen=True)

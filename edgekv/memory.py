@@ -32,7 +32,7 @@ MIB: Final = 1 << 20
 PROGRAM: Final = 60 * MIB
 #: bytes of llama.cpp's tables for one token of the vocabulary: 180 (SentencePiece) to 292 (BPE with its merges)
 VOCABULARY: Final = 300
-#: room llama.cpp needs beside the file to open it and ask it what it can do
+#: address space llama.cpp needs beside the file to open it, and again to be asked what it can do
 OPENING: Final = 32 * MIB
 
 SEQUENCES: Final = 28  # of the default settings; llama.cpp keeps a row of logits for each
@@ -177,14 +177,14 @@ def room_to_load(header: Mapping[str, Any], file_size: int) -> int:
     900 bytes for a token of the vocabulary were measured at most; it is not always told in the header.
     """
     tables = 3 * VOCABULARY * _key(header, "vocab_size") or 64 * MIB
-    return min(free_ram(), max(0, _address_room() - min(file_size, tables)))
+    return min(free_ram(), max(0, address_room() - OPENING - min(file_size, tables)))
 
 
 def free_ram() -> int:
     """Bytes this process may still take: the machine's, a container's limit and ulimit -v, whichever is least."""
     import psutil
 
-    return min(int(psutil.virtual_memory().available), _cgroup_room(), _address_room())
+    return min(int(psutil.virtual_memory().available), _cgroup_room(), address_room())
 
 
 def check_program_fits() -> None:
@@ -213,7 +213,7 @@ def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _address_room() -> int:
+def address_room() -> int:
     """Bytes of address space below ulimit -v, the stacks of llama.cpp's threads and some heap set aside."""
     limit = _address_limit()
     if limit == _NO_LIMIT:

@@ -58,7 +58,7 @@ class Model:
         if f"{arch}.block_count" not in self.header or not self.header[gguf.TENSOR_COUNT]:
             raise NotGenerative(f"{self.path} holds a vocabulary but no model; nothing can be generated with it")
         size = self.path.stat().st_size
-        self._refuse_beyond(memory.room_to_load(self.header, size), size + memory.OPENING)
+        self._refuse_beyond(memory.room_to_load(self.header, size), size)
 
     def _refuse_beyond(self, free: int, needed: int) -> None:
         """llama.cpp may end the process where it gets no memory, so room is asked for first."""
@@ -73,7 +73,7 @@ class Model:
         params = lib.llama_model_default_params()
         params.n_gpu_layers = 0
         # Some weights are copied into a layout this CPU is faster with, which may double what they take.
-        params.use_extra_bufts = 2 * self.path.stat().st_size + memory.OPENING < memory.free_ram()
+        params.use_extra_bufts = 2 * self.path.stat().st_size < memory.free_ram()
         before = _private_bytes()
         pointer = lib.llama_model_load_from_file(os.fsencode(self.path), params)
         self._loaded_bytes = _private_bytes() - before
@@ -201,7 +201,7 @@ class Model:
         return capabilities.close_gaps_in(kv_type, self.capabilities.close_gaps, self.header)
 
     def _probe_shift(self) -> bool:
-        self._refuse_beyond(memory.free_ram(), memory.OPENING)
+        self._refuse_beyond(memory.address_room(), memory.OPENING)
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_outputs_max = 256, 32, 32, 1
         params.swa_full = True

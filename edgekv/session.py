@@ -26,8 +26,10 @@ class Session(Keeping):
     """One transcript over llama.cpp's sequences.
 
     ``source``: a manifest name, a path to a GGUF file, a :class:`Model`, or an :class:`Engine` to share. What the
-    session opened itself it closes itself. ``settings`` with ``n_ctx``, ``kv_type`` and ``n_threads`` as shortcuts
-    say how the context is opened (not with an Engine, which is open already). ``on_unsupported``: what a model's
+    session opened itself it closes itself. ``settings`` with ``n_ctx``, ``kv_type``, ``n_threads`` and
+    ``max_parked_bytes`` as shortcuts say how the context is opened (not with an Engine, which is open already).
+    ``memory_budget``, bytes or text such as "512MiB": what the whole process may take; n_ctx and the KV type are chosen
+    to fit, where they are not given (see :mod:`edgekv.budget`). ``on_unsupported``: what a model's
     memory cannot do is refused ("refuse"), or done at a restart's price, as the receipt says ("recompute").
     ``sampling``, an attribute, is what generations use that are told nothing else. ``progress``, another, is called
     with (tokens read, tokens to read) after every batch of a reading.

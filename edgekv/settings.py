@@ -10,6 +10,7 @@ from typing import Final
 
 from . import memory
 from .errors import UsageError
+from .wording import num_bytes
 
 SCRATCH: Final = 0  # for what the engine builds aside; empty between its calls
 KEEPER: Final = 1  # holds every cell of a sliding-window model, see Engine.decode
@@ -26,9 +27,9 @@ class Settings:
     n_ctx: cells, rounded up to 256. n_batch: tokens a decode call, which is also how long Ctrl-C may wait. kv_type:
     f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use. n_sessions, n_archives:
     sequences set aside; sessions and forks share the cells, and an archive takes masked spans whose positions do not
-    overlap. rope_freq_base, rope_freq_scale: of RoPE, 0 for the model's own. max_parked_bytes: parked spans beyond it
-    go to ``park_folder``, those parked longest ago first; None for no limit, and for a folder of the user's cache.
-    logits_bytes: logits a decode may keep, see max_outputs; fewer make scoring slower.
+    overlap. rope_freq_base, rope_freq_scale: of RoPE, 0 for the model's own. max_parked_bytes (or text such as
+    "64MiB"): parked spans beyond it go to ``park_folder``, those parked longest ago first; None for no limit, and for
+    a folder of the user's cache. logits_bytes: logits a decode may keep, see max_outputs; fewer make scoring slower.
     """
 
     n_ctx: int = 4096
@@ -40,7 +41,7 @@ class Settings:
     n_archives: int = 4
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
-    max_parked_bytes: int | None = None
+    max_parked_bytes: int | str | None = None
     park_folder: str | os.PathLike[str] | None = None
     logits_bytes: int = 32 * memory.MIB
 
@@ -57,11 +58,17 @@ class Settings:
             _check_number("n_threads", self.n_threads, _MAX_THREADS)
         if self.n_sequences() > _MAX_SEQUENCES:
             raise UsageError(f"{self.n_sequences()} sequences are wanted, llama.cpp has {_MAX_SEQUENCES}")
+        _ = self.parked_limit
         for name in ("rope_freq_base", "rope_freq_scale"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} must be a number above 0, or 0 for the model's own")
         if self.kv_type.startswith("q") and not self.flash_attention:
             raise UsageError(f"kv_type {self.kv_type} needs flash attention; use f16 or leave flash attention on")
+
+    @property
+    def parked_limit(self) -> int | None:
+        """``max_parked_bytes`` as a number. Raises UsageError."""
+        return None if self.max_parked_bytes is None else num_bytes(self.max_parked_bytes)
 
     @property
     def spill_folder(self) -> Path:

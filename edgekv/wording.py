@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+import re
+from decimal import Decimal
+from typing import Final
+
+from .errors import UsageError
+
+_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
+_EXPONENT: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_UNITS: Final = "write '256MiB', '2GiB' (of 1,024), '300MB', '1.5 GB' (of 1,000), or a whole number of bytes"
+
 
 def count(number: int, noun: str) -> str:
     """'1 token', '1,912 tokens'."""
@@ -25,3 +36,27 @@ def milliseconds(ms: float) -> str:
 def printable(text: str) -> str:
     """A text of somebody else's in one line: what a terminal would act on is U+FFFD."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def num_bytes(size: int | str) -> int:
+    """Bytes: a whole number, or text such as "256MiB", "1.5 GB" or "300000 B" (kB is 1,000 bytes, KiB 1,024).
+
+    Raises UsageError for anything else, and for less than 0.
+    """
+    wanted = _parsed(size) if isinstance(size, str) else _whole(size)
+    if wanted < 0:
+        raise UsageError(f"{size!r} is not a size; {_UNITS}")
+    return wanted
+
+
+def _parsed(size: str) -> int:
+    match = _SIZE.fullmatch(size)
+    if not match or (match[3] and not match[2]):
+        raise UsageError(f"{size!r} is not a size; {_UNITS}")
+    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** _EXPONENT[match[2].lower()])
+
+
+def _whole(size: object) -> int:
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise UsageError(f"{size!r} is not a size; {_UNITS}")
+    return operator.index(size)

@@ -133,8 +133,9 @@ def test_gaps_that_close_are_worth_more_than_cells(tiny_path: TinyPath) -> None:
         assert fit.settings.kv_type == "f16"
         assert fit.settings.n_ctx >= 1024
     with Model(path) as model:  # and what was asked for comes first
-        all_f16 = budget.fit(model, 1 << 30, Settings(n_batch=32), n_ctx=16_384, kv_type="f16").need.process
-    wide = chosen(path, all_f16 - 1, n_ctx=16_384)
+        whole = Settings(n_batch=256)
+        all_f16 = budget.fit(model, 1 << 30, whole, n_ctx=16_384).need.process
+        wide = budget.fit(model, all_f16 - 1, whole, n_ctx=16_384)
     assert wide.settings.kv_type in ("q8_0", "q4_0")
     assert "cannot shift" in wide.note
 

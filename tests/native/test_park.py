@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgekv import Session, State, cells, errors, memory
+from edgekv import Session, Settings, State, cells, errors, memory
 from helpers import look, open_tiny, python, some_tokens
 
 TinyPath = Callable[..., Path]
@@ -333,6 +333,13 @@ def test_the_longest_parked_leaves_memory_first(tiny_path: TinyPath, tmp_path: P
             session.unmask(name)
         session.audit()
         assert session.stats.parked_bytes == session.stats.parked_on_disk == 0
+
+
+def test_the_budget_may_be_text(tiny_path: TinyPath, tmp_path: Path) -> None:
+    with Session(tiny_path("llama"), n_ctx=512, max_parked_bytes="64 KiB", settings=Settings(n_threads=1)) as session:
+        assert session.engine.settings.parked_limit == 65536
+    with pytest.raises(errors.UsageError, match="is not a size"):
+        Session(tiny_path("llama"), max_parked_bytes="much")
 
 
 def test_what_is_larger_than_the_budget_goes_to_the_folder(tiny_path: TinyPath, tmp_path: Path) -> None:
