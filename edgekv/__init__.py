@@ -58,6 +58,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".errors", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'edgekv' has no attribute {name!r}")
+    importlib.import_module(".memory", __name__).check_program_fits()  # else numpy may end the process
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
 
 

@@ -72,7 +72,8 @@ class Engine:
     def _refuse_too_large(self) -> None:
         s = self.settings
         n_batch = min(s.n_batch, memory.cells_for(s.n_ctx))
-        need = self.model.estimate(s.n_ctx, s.kv_type, n_batch)
+        outputs = s.max_outputs(self.model.n_vocab)
+        need = self.model.estimate(s.n_ctx, s.kv_type, n_batch, outputs, flash_attention=s.flash_attention)
         if need.cache + need.buffers > need.free:
             room = memory.largest_context(self.model.header, 0, s.kv_type, n_batch)
             raise TooLarge(

@@ -24,10 +24,11 @@ def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
 
 def log_probabilities(logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
     """float64 (n,): the natural log-probability of tokens[i] under row i, without those of all other tokens."""
-    top = logits.max(axis=1, keepdims=True)
-    total = np.exp(logits - top, dtype=np.float64).sum(axis=1)
-    chosen = logits[np.arange(len(tokens)), tokens].astype(np.float64)
-    return np.asarray(chosen - top[:, 0] - np.log(total))
+    out = logits[np.arange(len(tokens)), tokens].astype(np.float64)
+    for block in _blocks(logits):
+        top = logits[block].max(axis=1, keepdims=True)
+        out[block] -= top[:, 0] + np.log(np.exp(logits[block] - top, dtype=np.float64).sum(axis=1))
+    return out
 
 
 def kl_divergence(reference: Logits, other: Logits) -> npt.NDArray[np.float64]:

@@ -28,6 +28,7 @@ CHAT = "User: Good morning. I will send you a text in a moment.\nAssistant: Good
 QUESTION = "\n\nQuestion: What is this text about, and what is the most important thing in it?\nAnswer:"
 ANSWER = 64
 PARKED = 1000
+CHARACTERS = 4000  # of each text that is attached
 
 
 def main() -> int:
@@ -123,7 +124,7 @@ def attach(model: Model, folder: Path) -> dict[str, Any]:
     was read in place. At its own place behind the system prompt, and behind a chat."""
     found: dict[str, Any] = {"tokens": []}
     for text in TEXTS:
-        content = text.read_text("utf-8")
+        content = text.read_text("utf-8")[:CHARACTERS]
         path = folder / f"{text.stem}.kv"
         found["tokens"].append(prefill(content, path, model, attend=SYSTEM).tokens)
         for place, front in (("own place", [SYSTEM]), ("behind a chat", [SYSTEM, CHAT])):

@@ -335,7 +335,7 @@ def test_the_longest_parked_leaves_memory_first(tiny_path: TinyPath, tmp_path: P
         assert session.stats.parked_bytes == session.stats.parked_on_disk == 0
 
 
-def test_the_budget_may_be_text(tiny_path: TinyPath, tmp_path: Path) -> None:
+def test_the_budget_may_be_text(tiny_path: TinyPath) -> None:
     with Session(tiny_path("llama"), n_ctx=512, max_parked_bytes="64 KiB", settings=Settings(n_threads=1)) as session:
         assert session.engine.settings.parked_limit == 65536
     with pytest.raises(errors.UsageError, match="is not a size"):

@@ -94,7 +94,7 @@ def test_a_saved_session_of_4000_tokens_goes_on_within_a_second(
 
 
 def test_an_attached_text_is_as_good_as_one_that_was_read(model: Model, tmp_path: Path, capsys: Capture) -> None:
-    content = bench.TEXTS[0].read_text("utf-8")
+    content = bench.TEXTS[0].read_text("utf-8")[: bench.CHARACTERS]
     prefill(content, tmp_path / "text.kv", model, attend=bench.SYSTEM)
     own = bench.answers(model, [bench.SYSTEM], content, tmp_path / "text.kv")
     chat = bench.answers(model, [bench.SYSTEM, bench.CHAT], content, tmp_path / "text.kv")
