@@ -43,8 +43,10 @@ def prefill(
         raise UsageError("say where to write what standard input gives: --output FILE")
     if file == attend == _STDIN:
         raise UsageError("only one text can come from standard input")
-    text, seen = text_of(file, stdin_bytes), "" if attend is None else text_of(attend, stdin_bytes)
     path = Path(output) if output is not None else Path(file).with_suffix(".kv")
+    if path.resolve() in {Path(text).resolve() for text in (file, attend) if text is not None}:
+        raise UsageError(f"{path} is one of the texts; say where to write: --output FILE")
+    text, seen = text_of(file, stdin_bytes), "" if attend is None else text_of(attend, stdin_bytes)
     with progress("reading", unit="tokens") as update:
         settings = Settings(kv_type=kv_type, n_threads=threads)
         done = read_once(text, path, model, attend=seen, settings=settings, progress=update)

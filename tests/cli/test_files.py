@@ -59,6 +59,9 @@ def test_prefill_json_and_standard_input(edgekv: Edgekv, tiny_path: TinyPath, tm
         (["{empty}"], 2, "no token"),
         (["{text}", "-o", "{folder}"], 1, "is a folder"),
         (["{text}", "-o", "{folder}/not/there.kv"], 1, "No such file"),
+        (["{text}", "-o", "{text}"], 2, "is one of the texts"),
+        (["{text}", "--attend", "{empty}", "-o", "{empty}"], 2, "is one of the texts"),
+        (["{text}", "-o", "{llama}"], 1, "is a model"),
         (["{text}", "-m", "nosuch"], 1, "nosuch"),
         (["{text}", "-m", "{mamba}"], 1, "recurrent"),
     ],
@@ -70,7 +73,9 @@ def test_prefill_refuses(
     (tmp_path / "empty").write_bytes(b"")
     before = sorted(tmp_path.iterdir())
     paths = {name: tmp_path / name for name in ("binary", "empty")}
-    given = [a.format(text=text, folder=tmp_path, mamba=tiny_path("mamba"), **paths) for a in args]
+    given = [
+        a.format(text=text, folder=tmp_path, mamba=tiny_path("mamba"), llama=tiny_path("llama"), **paths) for a in args
+    ]
     model = [] if "-m" in given else ["-m", tiny_path("llama")]
     done = edgekv("prefill", *given, *model)
     assert (done.code, done.out) == (code, "")
