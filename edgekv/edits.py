@@ -283,8 +283,9 @@ class Edits(Base):
     def undo(self) -> Receipt:
         """Take the newest mask, unmask, park, evict, rewind, insert or replace back; again for the one before it.
 
-        Tokens read since stay. What an evict or a rewind dropped is read again, the text of an insert or a replace is
-        dropped. Reading (append, generate, recompute) is no edit; rewind for that.
+        Tokens read since stay. What is parked again waits in host memory, wherever it was. What an evict or a rewind
+        dropped is read again, the text of an insert or a replace is dropped. Reading (append, generate, recompute) is
+        no edit; rewind for that.
 
         Cost: no token is read, but for evict and rewind: what they dropped, once more.
         Guarantees: its tokens are as they were; bit-exact where no position moved and nothing had to be read.

@@ -8,7 +8,6 @@ and leaves nothing behind. :meth:`Session.save` is what lasts.
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import zlib
 from collections import OrderedDict
@@ -151,7 +150,7 @@ class PoolFile:
         self.folder: Final = folder
         with _said(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._file: Any = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            self._file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         self._taken: dict[int, int] = {}  # where a stretch begins -> where it ends
 
     @property
@@ -164,8 +163,9 @@ class PoolFile:
         with _said(self.folder):
             try:
                 self._file.seek(at)
-                self._file.write(data.data)
-                self._file.flush()
+                left = data.data
+                while len(left):
+                    left = left[self._file.write(left) :]
             except OSError:
                 self._cut()
                 raise
@@ -184,8 +184,10 @@ class PoolFile:
     def read(self, at: int, size: int) -> Bytes:
         with _said(self.folder):
             self._file.seek(at)
-            data = np.empty(size, np.uint8)
-            return data[: self._file.readinto(data.data)]
+            data, done = np.empty(size, np.uint8), 0
+            while done < size and (count := self._file.readinto(data[done:].data)):
+                done += count
+            return data[:done]
 
     def free(self, at: int) -> None:
         del self._taken[at]
@@ -194,14 +196,11 @@ class PoolFile:
 
     def _cut(self) -> None:
         """The file ends where its last stretch does."""
-        with contextlib.suppress(OSError, ValueError):
-            self._file.flush()
         with contextlib.suppress(OSError):
-            os.ftruncate(self._file.fileno(), max(self._taken.values(), default=0))
+            self._file.truncate(max(self._taken.values(), default=0))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what is still to be written is not needed
-            self._file.close()
+        self._file.close()
 
 
 @contextlib.contextmanager

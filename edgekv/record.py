@@ -101,7 +101,7 @@ class Record:
         holds them; yields what it loads, read and checked. When the block fails, the copies are dropped again.
         """
         parking = self.engine.parking
-        if folder is None and plan.parks:
+        if folder is None and plan.parks and self.engine.settings.parked_limit is None:
             self.engine.check_copy(plan.num_parked, "parking in memory")
         try:
             for run in plan.parks:

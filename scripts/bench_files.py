@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv import Model, Session, Settings, numerics, prefill
+from edgekv import Model, Sampling, Session, Settings, numerics, prefill
 
 TEXTS = sorted((Path(__file__).parents[1] / "tests" / "data" / "texts").glob("*.txt"))
 SYSTEM = "You are a careful assistant. Answer from the text you were given.\n\n"
@@ -41,9 +42,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, Model(options.model) as model:
         results: dict[str, Any] = {"model": options.model, "tokens": options.tokens}
         results["park"] = park(model, Path(folder), options.rounds)
+        show(park_lines(results["park"]))
         results["save"] = save(model, Path(folder), options.tokens, options.rounds)
+        show(save_lines(results))
         results["attach"] = attach(model, Path(folder))
-    show(results)
+        show(attach_lines(results["attach"]))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
     return 0
@@ -171,18 +174,18 @@ def ask(
         session.logits()
         seconds = time.perf_counter() - began
         if answer is None:
-            generation = session.generate(ANSWER).finish()
-            answer = generation.tokens
-            session.rewind(generation.span)
+            goes_on = Sampling(logit_bias=dict.fromkeys(model.end_tokens, -math.inf))
+            answer = session.generate(ANSWER, sampling=goes_on).finish().tokens
+            session.rewind(len(session.tokens) - len(answer))
         return session.logits_over(answer), seconds, answer
 
 
 # -- results --------------------------------------------------------------------------------------------------------
 
 
-def show(results: dict[str, Any]) -> None:
-    for line in (*park_lines(results["park"]), *save_lines(results), *attach_lines(results["attach"])):
-        print(line)
+def show(lines: Iterator[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
 
 
 def park_lines(found: dict[str, Any]) -> Iterator[str]:

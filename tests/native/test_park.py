@@ -384,6 +384,8 @@ with filled(Path(sys.argv[1])) as session:
     except errors.FileError as err:
         print(type(err).__name__)
     print(look(session) == before)
+    session.park("c", sys.argv[2])  # which is small enough
+    session.unmask("c")
     session.park("a")
     session.unmask("a")
     session.audit()
