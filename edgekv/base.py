@@ -159,6 +159,7 @@ def _open(
         return source
     model = source if isinstance(source, Model) else stack.enter_context(Model(source))
     settings = dataclasses.replace(settings, **changes)
+    settings.check()
     if limit is not None:
         wanted = {name: changes.get(name) for name in ("n_ctx", "kv_type")}
         settings = budget.fit(model, limit, settings, **wanted).settings

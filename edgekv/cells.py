@@ -27,7 +27,7 @@ from .settings import KEEPER, SCRATCH
 from .steps import Move
 
 MAX_POS: Final = (1 << 31) - 1
-_SLICE_BYTES: Final = 16 * MIB  # of K and V at once outside the cache, so that small boards need little RAM beside it
+_SLICE_BYTES: Final = 4 * MIB  # of K and V at once outside the cache, so that small boards need little RAM beside it
 Blob: TypeAlias = npt.NDArray[np.uint8]
 _ALL: Final = -1  # llama.h: p0 or p1 < 0 is every position
 
@@ -161,6 +161,13 @@ class Cells:
             return
         if not np.array_equal(state_blob.first_positions(blob), np.arange(num_cells)):
             raise AuditFailed(f"this state is not that of {num_cells:,} tokens")
+
+    def bounds(self, blob: Blob) -> tuple[int, int]:
+        """The first position a blob holds, and the one behind its last."""
+        held = state_blob.positions(blob, cell_extra=self._cell_extra)
+        if not held or not len(held[0]):
+            raise AuditFailed("these K and V are of no position")
+        return int(held[0][0]), int(held[0][-1]) + 1
 
     def cut(self, blob: Blob, p0: int, p1: int) -> Blob:
         """The part of a blob at positions [p0, p1)."""

@@ -16,11 +16,11 @@ from .errors import MaskUnsupported
 from .history import clip
 from .layout import return_steps, shift_steps, wanted_positions
 from .ledger import Ledger
-from .plans import Load, Original, Plan
+from .plans import Original, Park, Plan
 from .settings import ASIDE
 from .shares import PRIVATE
 from .spans import Range, runs
-from .steps import Drop, Move, Own, Step
+from .steps import Drop, Load, Move, Own, Step
 
 NO_SHIFT = (
     "this needs positions to be shifted, which this model cannot do: the places were taken by tokens read since; "
@@ -45,7 +45,7 @@ class Changes:
         if not self._ledger.has_cells:
             return self._restart(after, edited, gap)
         after.free_tail()
-        parks = tuple(now.cell_runs(now.in_cells & after.parked))
+        parks, parked_originals = self._parks(now.in_cells & after.parked, after)
         loads = self._loads(now.parked & after.in_cells, after)
         after.blob[~after.parked] = NO_BLOB
         chosen = now.in_cells & ~after.in_cells
@@ -54,11 +54,12 @@ class Changes:
         steps += [self._drop_original(o) for o in self._ledger.originals if chosen[o.row]]
         steps += self._archive_steps((now.visible | now.parked) & after.where(State.MASKED), after, originals)
         if not relayout:
-            return Plan(tuple(steps), after, originals, edited, gap=gap, parks=parks, loads=loads)
+            return Plan(tuple(steps), after, originals, edited, parked_originals, gap, parks, loads)
         back = tuple(o for o in originals if self._view_is_back(o, after))
         originals = tuple(o for o in originals if o not in back)
         steps += self._lay_out(after, back, still)
-        return Plan(tuple(steps), after, originals, edited, tuple(o.row for o in back), gap, parks, loads)
+        restored = (*parked_originals, *(o.row for o in back))
+        return Plan(tuple(steps), after, originals, edited, restored, gap, parks, loads)
 
     def _restart(self, after: Columns, edited: tuple[Range, ...], gap: str) -> Plan:
         """Where tokens have no cells: the visible ones are read again from the start, the others are gone."""
@@ -103,14 +104,26 @@ class Changes:
 
     # -- the parts of a change ----------------------------------------------------------------------------------
 
+    def _parks(self, chosen: Flags, after: Columns) -> tuple[tuple[Park, ...], tuple[int, ...]]:
+        """Copy chosen tokens' cells; of a token that was read again the first reading, which unmask then brings back.
+        Returns the rows of those, too."""
+        source, originals = self._ledger.columns.copy(), [o for o in self._ledger.originals if chosen[o.row]]
+        for o in originals:
+            source.pos[o.row], source.seq[o.row], after.pos[o.row] = o.pos, o.seq, o.pos
+        found = [
+            Park(CellRun(int(source.seq[i[0]]), int(source.pos[i[0]]), int(source.pos[i[0]]) + len(i)), i)
+            for i in runs_of(chosen, source.pos, source.seq)
+        ]
+        return tuple(found), tuple(o.row for o in originals)
+
     def _loads(self, chosen: Flags, after: Columns) -> tuple[Load, ...]:
         """Bring chosen parked tokens aside, where none may stand on another: from there the steps take them."""
         loads: list[Load] = []
         for rows in runs_of(chosen, after.pos, after.blob):
             p0 = int(after.pos[rows[0]])
             load = Load(int(after.blob[rows[0]]), p0, p0 + len(rows))
-            if any(load.p0 < other.aside.p1 and other.aside.p0 < load.p1 for other in loads):
-                load = replace(load, delta=max(other.aside.p1 for other in loads) - p0)
+            if any(load.p0 < other.to[1] and other.to[0] < load.p1 for other in loads):
+                load = replace(load, delta=max(other.to[1] for other in loads) - p0)
             if load.delta and not self._ledger.can_shift:
                 raise MaskUnsupported(NO_SHIFT)
             loads.append(load)

@@ -22,11 +22,10 @@ from .columns import CellRun
 from .errors import AuditFailed, BadState, ClosedError, ContextFull, DecodeFailed, NoLogits, TooLarge, UsageError
 from .fair_lock import FairLock
 from .model import Model
-from .parking import Blob as ParkedBlob
 from .parking import Parking
 from .settings import NUM_RESERVED, SCRATCH, Settings
 from .shares import Shares
-from .steps import Drop, Move, Own, Shift, Step
+from .steps import Drop, Load, Move, Own, Shift, Step
 
 
 class LogitsHolder(Protocol):
@@ -75,7 +74,9 @@ class Engine:
         outputs = s.max_outputs(self.model.n_vocab)
         need = self.model.estimate(s.n_ctx, s.kv_type, n_batch, outputs, flash_attention=s.flash_attention)
         if need.cache + need.buffers > need.free:
-            room = memory.largest_context(self.model.header, 0, s.kv_type, n_batch)
+            room = memory.largest_context(
+                self.model.header, 0, s.kv_type, n_batch, outputs, flash_attention=s.flash_attention
+            )
             raise TooLarge(
                 f"a cache of {s.n_ctx:,} cells in {s.kv_type} needs {need.cache / 1e6:,.0f} MB and "
                 f"{need.free / 1e6:,.0f} MB are free; n_ctx={room} would fit, or kv_type='q8_0'"
@@ -401,11 +402,6 @@ class Engine:
         """Raise AuditFailed unless a blob holds K and V of exactly the positions [p0, p1)."""
         self._cells.check_blob(blob, p0, p1)
 
-    def cut(self, blob: ParkedBlob, p0: int, p1: int) -> Blob:
-        """What a parked blob holds at positions [p0, p1). Raises DamagedFile."""
-        data = blob.read()
-        return data if (p0, p1) == (blob.p0, blob.p1) else self._cells.cut(data, p0, p1)
-
     def load(self, run: CellRun, blob: Blob, delta: int = 0) -> None:
         """Copies of cells come into free cells of a sequence, shifted by ``delta``; all of them or nothing.
 
@@ -416,6 +412,35 @@ class Engine:
             if delta:
                 cells.shift(SCRATCH, run.p0, run.p1, delta)
             cells.move(Move(SCRATCH, run.seq, run.p0 + delta, run.p1 + delta))
+
+    def load_some(self, seq: int, loads: Sequence[Load], blob: Blob) -> None:
+        """Stretches of one blob come into free cells of a sequence, each shifted by its delta; all or nothing.
+
+        Where there is room, the blob is loaded as a whole and the rest of it dropped: cutting it costs as much as it is
+        long, for every stretch. Raises as :meth:`load`.
+        """
+        with self._open_cells() as cells, uninterrupted():
+            first, last = cells.bounds(blob)
+            if any(load.p0 < first or load.p1 > last for load in loads):
+                raise AuditFailed(f"these K and V are those of positions [{first}, {last}), and others are wanted")
+            if len(loads) > 1 and last - first <= cells.free and not any(load.delta for load in loads):
+                cells.put(CellRun(SCRATCH, first, last), blob)
+                for load in loads:
+                    cells.move(Move(SCRATCH, seq, load.p0, load.p1))
+                cells.clear(SCRATCH)
+                cells.used -= last - first - sum(load.p1 - load.p0 for load in loads)
+                return
+            done: list[Load] = []
+            try:
+                for load in loads:
+                    whole = (load.p0, load.p1) == (first, last)
+                    part = blob if whole else cells.cut(blob, load.p0, load.p1)
+                    self.load(CellRun(seq, load.p0, load.p1), part, load.delta)
+                    done.append(load)
+            except BaseException:
+                for load in done:
+                    cells.drop(CellRun(seq, *load.to))
+                raise
 
     def compact(self) -> None:
         """Put the cells in use in a row, so that decode scans no others. Positions and sequences stay.

@@ -58,6 +58,8 @@ class Keeping(Edits):
     ) -> K:
         """The session that :meth:`save` wrote, on the same model and in the same kind of cache.
 
+        What was parked in a folder waits in host memory, as far as ``max_parked_bytes`` allows.
+
         ``source`` as in Session(); None takes the model from where it was. The context is opened as it was, unless
         ``settings`` say otherwise. Every byte of the file is checked before llama.cpp sees one.
 
@@ -109,6 +111,7 @@ class Keeping(Edits):
             bos = self._first_tokens
             modules.check_room(opened, self._transcript, bos)
             if len(bos):
+                modules.check_cells(opened, self._transcript)  # or the first token would stay where they are refused
                 self._reader.read(bos, lambda read: register_bos(self._spans, read))
             register = self._namer(name or self._spans.free(opened.name), role, tags)
             return self._transcript.journal.add(modules.attach(opened, self._transcript, register, began))

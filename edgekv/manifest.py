@@ -60,6 +60,8 @@ class ContextFacts:
     n_batch: int
     n_sessions: int
     n_archives: int
+    max_parked_bytes: int | None
+    logits_bytes: int
 
 
 @dataclass(frozen=True)

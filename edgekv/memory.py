@@ -151,12 +151,24 @@ def _inner(header: Mapping[str, Any]) -> int:
 
 
 def largest_context(
-    header: Mapping[str, Any], file_size: int, kv_type: str, n_batch: int, free: int | None = None
+    header: Mapping[str, Any],
+    file_size: int,
+    kv_type: str,
+    n_batch: int,
+    n_outputs: int = 0,
+    *,
+    flash_attention: bool = True,
 ) -> int:
     """The largest n_ctx whose estimate fits in free RAM, at most what the model was trained for (0: none)."""
-    free = free_ram() if free is None else free
-    most = _key(header, "context_length") or 4096
-    return largest_that(most, lambda n_ctx: estimate(header, file_size, n_ctx, kv_type, n_batch, free=free).fits)
+    free, most = free_ram(), _key(header, "context_length") or 4096
+
+    def fits(n_ctx: int) -> bool:
+        need = estimate(
+            header, file_size, n_ctx, kv_type, n_batch, n_outputs, flash_attention=flash_attention, free=free
+        )
+        return need.fits
+
+    return largest_that(most, fits)
 
 
 def largest_that(most: int, fits: Callable[[int], bool]) -> int:

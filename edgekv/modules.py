@@ -17,17 +17,16 @@ import numpy as np
 from . import manifest, render, store
 from ._llama import uninterrupted
 from .columns import NO_BLOB, CellRun, State
-from .errors import AuditFailed, MaskUnsupported
+from .errors import MaskUnsupported
 from .history import View
 from .ledger import Ledger
 from .manifest import Manifest, ModuleFacts
 from .model import TokenArray
-from .plans import Load
 from .receipts import Receipt
 from .settings import ASIDE
 from .snapshot import MAX_POS, Piece
 from .spans import Range, Span, runs
-from .steps import Move
+from .steps import Load, Move
 from .store import Content, Stored
 from .transcript import Transcript
 from .wording import count
@@ -135,6 +134,13 @@ def check_room(opened: Opened, transcript: Transcript, first: TokenArray) -> Non
     transcript.reader.check_room(len(first) + len(opened.ids))
 
 
+def check_cells(opened: Opened, transcript: Transcript) -> None:
+    """Raise DamagedFile unless K and V are those of its positions."""
+    with opened.stored.held_to():
+        for piece in opened.pieces:
+            transcript.engine.check_blob(opened.stored.read(f"cells/{piece.number}"), piece.p0, piece.p1)
+
+
 def attach(opened: Opened, transcript: Transcript, register: Callable[[Range], Span], began: float) -> Receipt:
     """Bring a module's cells behind what is there, all of them or nothing; ``began``: on time.perf_counter().
 
@@ -144,12 +150,10 @@ def attach(opened: Opened, transcript: Transcript, register: Callable[[Range], S
     record, ledger, pos = transcript.record, transcript.ledger, transcript.ledger.cursor
     misses, stop = opened.misses(ledger), opened.pos + len(opened.ids)
     record.next.keep_logits()
-    loads = ((Load(NO_BLOB, p.p0, p.p1), opened.stored.read(f"cells/{p.number}")) for p in opened.pieces)
+    loads = (([Load(NO_BLOB, p.p0, p.p1)], opened.stored.read(f"cells/{p.number}")) for p in opened.pieces)
     with uninterrupted():
-        try:
+        with opened.stored.held_to():
             record.load(loads)
-        except AuditFailed as err:
-            raise opened.stored.damaged(f"K and V are not what they are said to be: {err}") from err
         record.apply([Move(ASIDE, ledger.live, opened.pos, stop, pos - opened.pos)])
         indexes = ledger.append_alone(opened.ids, pos, opened.hidden(ledger), foreign=bool(misses))
         record.next.clear()
@@ -161,6 +165,7 @@ def attach(opened: Opened, transcript: Transcript, register: Callable[[Range], S
             moved=len(opened.ids) if pos != opened.pos else 0,
             loaded_bytes=transcript.engine.kv_bytes(len(opened.ids)),
             reread=1,
+            unaware=len(opened.ids) if misses else 0,
             masked=ledger.count(State.MASKED),
             span=register(indexes),
             notes=(misses,) if misses else (),

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ._llama import uninterrupted
 from .columns import CellRun
 from .errors import DamagedFile, FileError
 
@@ -68,23 +69,24 @@ class Parking:
         Raises FileError when a folder cannot take it, or what has to make room for it; then nothing has changed.
         """
         blob = Blob(run.p0, run.p1, len(data), 0, data)
-        if folder is not None:
-            self._to_file(blob, folder)
-        elif self._most is not None:
-            self._make_room(len(data))
-            if len(data) > self._most:
+        with uninterrupted():
+            if folder is not None:
+                self._to_file(blob, folder)
+            elif self._most is not None and len(data) > self._most:
                 self._to_file(blob, self._folder)
-        number, self._next = self._next, self._next + 1
-        self._blobs[number] = blob
-        return number
+            elif self._most is not None:
+                self._make_room(len(data))
+            number, self._next = self._next, self._next + 1
+            self._blobs[number] = blob
+            return number
 
     def get(self, number: int) -> Blob:
         return self._blobs[number]
 
-    def touch(self, numbers: Iterable[int]) -> None:
-        """They were used: others leave host memory first."""
-        for number in numbers:
-            self._blobs.move_to_end(number)
+    def read(self, number: int) -> Bytes:
+        """uint8 (n,): what a blob holds; others leave host memory before it. Raises DamagedFile, FileError."""
+        self._blobs.move_to_end(number)
+        return self._blobs[number].read()
 
     def _make_room(self, num_bytes: int) -> None:
         assert self._most is not None

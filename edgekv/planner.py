@@ -51,9 +51,7 @@ class Planner(Rereads):
         chosen = rows & (columns.in_cells | columns.parked)
         if not chosen.any():
             raise BadState("nothing to evict: the target's tokens hold no cells")
-        after = columns.copy()
-        after.reserved[chosen] &= gap == "keep"
-        return self._take_out(chosen, State.EVICTED, after, gap, force=force)
+        return self._take_out(chosen, State.EVICTED, gap, force=force)
 
     def park(self, rows: Flags, gap: str, *, force: bool = False) -> Plan:
         """Copy K and V of the visible and masked ones of these rows out of the cache, and free their cells.
@@ -63,12 +61,14 @@ class Planner(Rereads):
         chosen = rows & self._ledger.columns.in_cells
         if not chosen.any():
             raise BadState("nothing to park: the target's tokens hold no cells")
-        return self._take_out(chosen, State.PARKED, self._ledger.columns.copy(), gap, force=force)
+        return self._take_out(chosen, State.PARKED, gap, force=force)
 
-    def _take_out(self, chosen: Flags, to: State, after: Columns, gap: str, *, force: bool) -> Plan:
+    def _take_out(self, chosen: Flags, to: State, gap: str, *, force: bool) -> Plan:
         seen = chosen & self._ledger.columns.visible
         self._check_sinks(seen, force)
+        after = self._ledger.columns.copy()
         after.state[chosen] = to
+        after.reserved[chosen] &= gap == "keep"
         after.reserved[seen] = gap == "keep"
         return self.change(after, gap=self._gap_kind(seen, gap))
 

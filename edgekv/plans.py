@@ -9,10 +9,9 @@ import numpy.typing as npt
 
 from .columns import CellRun, Columns
 from .history import View
-from .settings import ASIDE
 from .shares import PRIVATE
 from .spans import Range
-from .steps import Drop, Move, Own, Shift, Step
+from .steps import Drop, Load, Move, Own, Shift, Step
 
 
 @dataclass(frozen=True)
@@ -30,18 +29,11 @@ class Original:
 
 
 @dataclass(frozen=True)
-class Load:
-    """Parked K and V of positions [p0, p1) come out of a blob, and wait aside at positions shifted by ``delta``."""
+class Park:
+    """Cells that are copied into a blob before they are dropped, and the row of each, int (n,)."""
 
-    blob: int
-    p0: int
-    p1: int
-    delta: int = 0
-
-    @property
-    def aside(self) -> CellRun:
-        """Where they wait."""
-        return CellRun(ASIDE, self.p0 + self.delta, self.p1 + self.delta)
+    run: CellRun
+    rows: npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -49,8 +41,7 @@ class Plan:
     """An edit worked out: native ``steps`` in order, and the ledger ``after`` them.
 
     edited: the ranges of rows whose state changes. restored: tokens whose first reading comes back. gap: "close",
-    "keep" or "tail" for an edit that hides tokens. Before the first step: parks, the cells that are copied into blobs,
-    and loads.
+    "keep" or "tail" for an edit that hides tokens. parks and loads come before the first step.
     """
 
     steps: tuple[Step, ...]
@@ -59,7 +50,7 @@ class Plan:
     edited: tuple[Range, ...] = ()
     restored: tuple[int, ...] = ()
     gap: str = ""
-    parks: tuple[CellRun, ...] = ()
+    parks: tuple[Park, ...] = ()
     loads: tuple[Load, ...] = ()
 
     @property
@@ -73,7 +64,7 @@ class Plan:
 
     @property
     def num_parked(self) -> int:
-        return sum(run.p1 - run.p0 for run in self.parks)
+        return sum(len(park.rows) for park in self.parks)
 
     @property
     def num_loaded(self) -> int:

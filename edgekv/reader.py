@@ -213,6 +213,7 @@ class Reader:
                     record.apply(again.plan.steps)
                     read = commit()
                     record.original = None
+                    self._name_next(read_last=not again.parts[-1].keep)
                     record.tally.read(again.num_tokens, time.perf_counter() - began)
                     return read
             except BaseException:
@@ -221,6 +222,14 @@ class Reader:
                         record.next = before
                         self._bring_back(again, finished)
                 raise
+
+    def _name_next(self, *, read_last: bool) -> None:
+        """After a commit: the logits of the last decode are the next ones, under the view there is now, where it read
+        the last visible token."""
+        if not read_last:
+            self._record.next.clear()
+        elif self._record.next.known:
+            self._record.next.view = self._ledger.view
 
     def _read_part(self, part: Part) -> None:
         if part.keep:
@@ -265,8 +274,7 @@ class Reader:
                     record.tally.read(len(tokens), time.perf_counter() - began)
                     commit()
                     self._ledger.history.recomputed(runs(self._ledger.columns.visible), self._ledger.view)
-                    if record.next.known:
-                        record.next.view = self._ledger.view
+                    self._name_next(read_last=True)
                     return done()
             except BaseException:
                 with uninterrupted():

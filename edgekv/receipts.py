@@ -87,7 +87,7 @@ class Receipt:
         details = [said[self.gap]] if self.gap else []
         if self.verb in ("mask", "park", "evict", "replace") or self.influenced:
             details.append(self._influence())
-        if self.unaware:
+        if self.unaware and self.verb != "attach":  # whose note says why
             were = "visible token behind was" if self.unaware == 1 else "visible tokens behind were"
             what = "the new text" if self.span is not None else "it"
             details.append(f"{self.unaware:,} {were} computed without {what}")

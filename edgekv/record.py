@@ -14,19 +14,19 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .columns import CellRun, State
+from .cells import Blob
+from .columns import State
 from .engine import Engine
 from .errors import AuditFailed, SessionBroken
 from .history import View, view_with_rows
 from .ledger import Ledger
 from .next_logits import NextLogits
-from .parking import Bytes
 from .planner import Planner
-from .plans import Arrival, Load, Plan
+from .plans import Arrival, Plan
 from .receipts import Audit
 from .settings import ASIDE, SCRATCH
 from .spans import SpanTable
-from .steps import Drop, Step
+from .steps import Drop, Load, Step
 from .tally import Tally
 
 
@@ -90,39 +90,50 @@ class Record:
             raise SessionBroken(self.broken) from err
 
     def commit(self, plan: Plan) -> None:
-        """As Ledger.commit; what is parked no longer is given up."""
+        """As Ledger.commit; what is parked no longer is given up, and so are logits whose first reading is gone."""
+        waited = self.original is not None and self.ledger.has_original(self.original[0])
         self.ledger.commit(plan)
+        if waited and self.original is not None:
+            row = self.original[0]
+            if not self.ledger.has_original(row) and row not in plan.restored:
+                self.original = None
         if plan.parks or self.engine.parking:
             self.engine.parking.hold(self, self.ledger.columns.blobs)
 
     @contextlib.contextmanager
-    def parked(self, plan: Plan, folder: Path | None) -> Iterator[list[tuple[Load, Bytes]]]:
-        """Copies of the cells a plan parks go to ``folder`` or to host memory, and ``plan.after`` says which blob
-        holds them; yields what it loads, read and checked. When the block fails, the copies are dropped again.
-        """
+    def parked(self, plan: Plan, folder: Path | None) -> Iterator[None]:
+        """Copies of the cells a plan parks go to ``folder`` or to host memory, and ``plan.after`` says which blob holds
+        them. What the block has not committed is dropped again. Raises FileError, TooLarge."""
         parking = self.engine.parking
         if folder is None and plan.parks and self.engine.settings.parked_limit is None:
             self.engine.check_copy(plan.num_parked, "parking in memory")
         try:
-            for run in plan.parks:
-                rows = self.ledger.columns.cells_at(run)
-                for part, blob in self.engine.copies(run):
-                    here = rows & self.ledger.columns.cells_at(part)
+            for park in plan.parks:
+                for part, blob in self.engine.copies(park.run):
+                    here = park.rows[part.p0 - park.run.p0 : part.p1 - park.run.p0]
                     plan.after.blob[here] = parking.put(part, blob, folder)
-            yield [(load, self.engine.cut(parking.get(load.blob), load.p0, load.p1)) for load in plan.loads]
+            yield
         finally:
             parking.drop_unheld()
 
-    def load(self, loads: Iterable[tuple[Load, Bytes]]) -> None:
-        """Parked K and V come aside, all or nothing. Raises ContextFull, AuditFailed."""
+    def load(self, loads: Iterable[tuple[Sequence[Load], Blob]]) -> None:
+        """Parked K and V come aside, all or nothing: of each blob some stretches. Raises ContextFull, AuditFailed, and
+        what reading the blobs raises."""
         done: list[Load] = []
         try:
-            for load, blob in loads:
-                self.engine.load(CellRun(ASIDE, load.p0, load.p1), blob, load.delta)
-                done.append(load)
+            for some, blob in loads:
+                self.engine.load_some(ASIDE, some, blob)
+                done += some
         except BaseException:
-            self.engine.apply([Drop(*load.aside) for load in done])
+            self.engine.apply([Drop(ASIDE, *load.to) for load in done])
             raise
+
+    def read_parked(self, plan: Plan) -> Iterator[tuple[Sequence[Load], Blob]]:
+        """What a plan loads, blob by blob, each read and checked when it is asked for."""
+        by_blob: dict[int, list[Load]] = {}
+        for load in plan.loads:
+            by_blob.setdefault(load.blob, []).append(load)
+        return ((loads, self.engine.parking.read(number)) for number, loads in by_blob.items())
 
     def commit_arrival(self, arrival: Arrival) -> None:
         """As Ledger.commit_arrival; what is known of logits and their views follows the new rows."""

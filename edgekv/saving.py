@@ -128,7 +128,7 @@ def _describe(transcript: Transcript) -> Manifest:
                 span.name, *span.range, span.role, tuple(sorted(span.tags)), _count(ledger.columns.state[here]), begins
             )
         )
-    context = ContextFacts(s.n_ctx, s.n_batch, s.n_sessions, s.n_archives)
+    context = ContextFacts(s.n_ctx, s.n_batch, s.n_sessions, s.n_archives, s.parked_limit, s.logits_bytes)
     facts = SessionFacts(context, _count(ledger.columns.state), ledger.num_cells, tuple(spans))
     return manifest.describe(model, settings, session=facts)
 
@@ -151,6 +151,8 @@ def settings_of(facts: Manifest) -> Settings:
         flash_attention=cache.flash_attention,
         n_sessions=context.n_sessions,
         n_archives=context.n_archives,
+        max_parked_bytes=context.max_parked_bytes,
+        logits_bytes=context.logits_bytes,
         rope_freq_base=cache.rope_freq_base,
         rope_freq_scale=cache.rope_freq_scale,
     )
@@ -175,7 +177,8 @@ def load(
         sampling, journal = saved.sampling.restored(), snapshot.journal_of(saved)
         with uninterrupted():
             transcript = Transcript(engine, restarts=saved.restarts, journal=journal)
-        _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
+        with stored.held_to():
+            _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
         with uninterrupted():
             return finish(transcript, sampling)
     except BaseException as err:
@@ -184,8 +187,6 @@ def load(
                 transcript.record.abandon(engine.cells_used - used)
         if isinstance(err, Contradiction):
             raise stored.damaged(f"its parts contradict each other: {err}") from err
-        if isinstance(err, AuditFailed):
-            raise stored.damaged(f"K and V are not what they are said to be: {err}") from err
         raise
 
 
@@ -198,10 +199,12 @@ def _fill(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Pro
             f"{stored.path} takes {record.ledger.num_cells:,} cells and {engine.cells_free:,} are free; open it with a "
             f"larger n_ctx, or close other sessions"
         )
+    if saved.blobs and engine.settings.parked_limit is None:
+        engine.check_copy(sum(blob.p1 - blob.p0 for blob in saved.blobs), "bringing back what was parked")
     next_logits = _logits(stored, _NEXT, saved.next_view, engine)
     original = _logits(stored, _ORIGINAL, saved.original, engine)
     record.spans.fill(saved.spans, saved.span_counter)
-    vars(record.tally).update(vars(saved.tally))
+    record.tally.fill(saved.tally)
     if record.ledger.has_cells:
         _load_cells(stored, saved, transcript, progress)
     elif record.ledger.num_cells:

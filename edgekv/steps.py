@@ -59,4 +59,19 @@ class Drop:
         return self.p1 - self.p0 - self.kept
 
 
+@dataclass(frozen=True)
+class Load:
+    """Parked K and V at positions [p0, p1) of a blob come into a sequence, shifted by ``delta``."""
+
+    blob: int
+    p0: int
+    p1: int
+    delta: int = 0
+
+    @property
+    def to(self) -> tuple[int, int]:
+        """The positions they come to."""
+        return self.p0 + self.delta, self.p1 + self.delta
+
+
 Step: TypeAlias = Shift | Move | Own | Drop

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import files
-from .errors import DamagedFile, FileError, NotEdgekvFile
+from .errors import AuditFailed, DamagedFile, FileError, NotEdgekvFile
 
 Content: TypeAlias = "bytes | npt.NDArray[np.uint8]"
 Member: TypeAlias = "tuple[str, Content]"
@@ -149,6 +149,14 @@ class Stored:
     def damaged(self, why: str) -> DamagedFile:
         """The error to raise for this file."""
         return DamagedFile(f"{self.path} is damaged: {why}; take another copy")
+
+    @contextlib.contextmanager
+    def held_to(self) -> Iterator[None]:
+        """A block in which K and V that are not what this file says are its fault."""
+        try:
+            yield
+        except AuditFailed as err:
+            raise self.damaged(f"K and V are not what they are said to be: {err}") from err
 
     def _find_members(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
         """(name, (where it begins, size, CRC-32)) of each member; all of them lie in the file, one behind another.

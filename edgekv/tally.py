@@ -31,6 +31,10 @@ class Tally:
     reused: int = 0
     turn: Turn = field(default_factory=Turn)
 
+    def fill(self, other: Tally) -> None:
+        """Be what another tally was."""
+        vars(self).update(vars(other))
+
     def read(self, num_tokens: int, seconds: float) -> None:
         self.prefilled += num_tokens
         self.turn.prefilled += num_tokens

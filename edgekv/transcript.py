@@ -115,8 +115,8 @@ class Transcript:
         if not self.ledger.has_cells:
             return self.reader.restart(self.ledger.ids[plan.after.visible], commit, done)
         self._check_copies(plan)
-        with self.record.parked(plan, folder) as parked, uninterrupted():
-            self.record.load(parked)
+        with self.record.parked(plan, folder), uninterrupted():
+            self.record.load(self.record.read_parked(plan))
             self.record.apply(plan.steps)
             commit()
             return done()
@@ -140,7 +140,7 @@ class Transcript:
         """Mask the visible ones of these rows and read new tokens in front of the first."""
         hide = rows & self.ledger.columns.visible
         if not hide.any():
-            raise BadState("nothing to replace: the target's tokens are all masked or evicted")
+            raise BadState("nothing to replace: the target's tokens are all masked, parked or evicted")
         return self._new_text("replace", int(hide.argmax()), tokens, hide, register)
 
     def append_alone(self, tokens: TokenArray, attend: Flags, register: Callable[[Range], Span]) -> Span:
@@ -351,11 +351,12 @@ class Transcript:
         return np.asarray((now.state != after.state) | (now.reserved != after.reserved))
 
     def _num_reused(self, plan: Plan) -> int:
-        """Visible tokens behind the first edited one, all of which a restart would read again."""
-        if not plan.edited or not self.ledger.has_cells:
+        """Visible tokens behind the first that is shown or hidden, all of which a restart would read again."""
+        before, after = self.ledger.columns.visible, plan.after.visible
+        changed = before != after
+        if not changed.any() or not self.ledger.has_cells:
             return 0
-        both = self.ledger.columns.visible & plan.after.visible
-        return int(np.count_nonzero(both[plan.edited[0][0] :]))
+        return int(np.count_nonzero((before & after)[changed.argmax() :]))
 
     def _receipt(
         self,
@@ -377,6 +378,7 @@ class Transcript:
         if not ledger.has_cells and verb != "recompute":
             prefilled = int(visible.sum()) if plan.edited else 0
             notes = (*notes, f"read again from the start: {self.engine.model.capabilities.mask.reason}")
+            notes += ("nothing of it is kept: it comes back by being read",) if verb == "park" else ()
         return Receipt(
             verb,
             tuple(ledger.places.ranges(edited)),
@@ -387,7 +389,7 @@ class Transcript:
             freed=plan.num_freed,
             copied=plan.num_copied,
             influenced=self._num_influenced(verb, hidden),
-            unaware=int((ledger.history.unaware(came) & visible).sum()) if verb in _SHOWS and came.any() else 0,
+            unaware=self._num_unaware(came) if verb in _SHOWS and came.any() else 0,
             prefilled=prefilled,
             reread=int(self.record.needs_reread),
             reused=reused,
@@ -397,6 +399,12 @@ class Transcript:
             span=span,
             notes=notes,
         )
+
+    def _num_unaware(self, came: Flags) -> int:
+        """Visible tokens that were computed without some of those that came, and those of them that were computed
+        while others were hidden that are visible now, or the reverse."""
+        ledger = self.ledger
+        return int(((ledger.history.unaware(came) & ledger.columns.visible) | (came & ledger.inexact())).sum())
 
     def _num_influenced(self, verb: str, hidden: Flags) -> int:
         if verb == "recompute":

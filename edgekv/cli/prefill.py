@@ -43,6 +43,8 @@ def prefill(
         raise UsageError("say where to write what standard input gives: --output FILE")
     if file == attend == _STDIN:
         raise UsageError("only one text can come from standard input")
+    if output is None and not Path(file).name:
+        raise UsageError(f"{file!r} is no file to read")
     path = Path(output) if output is not None else Path(file).with_suffix(".kv")
     if path.resolve() in {Path(text).resolve() for text in (file, attend) if text is not None}:
         raise UsageError(f"{path} is one of the texts; say where to write: --output FILE")

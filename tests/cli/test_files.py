@@ -55,6 +55,8 @@ def test_prefill_json_and_standard_input(edgekv: Edgekv, tiny_path: TinyPath, tm
     [
         (["-"], 2, "--output"),
         (["nosuch.txt"], 1, "nosuch.txt"),
+        ([""], 2, "is no file to read"),
+        (["/"], 2, "is no file to read"),
         (["{binary}"], 2, "not UTF-8"),
         (["{empty}"], 2, "no token"),
         (["{text}", "-o", "{folder}"], 1, "is a folder"),

@@ -184,7 +184,7 @@ class Plain:
                 token = self.tokens[row]
                 if token.state == State.VISIBLE:
                     token.reserved = keep
-                elif not keep and verb == "evict":
+                elif not keep and verb != "mask":
                     token.reserved = False
                 token.state = TO[verb]
 
