@@ -41,9 +41,9 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Model(options.model) as model:
         results: dict[str, Any] = {"model": options.model, "tokens": options.tokens}
-        results["park"] = park(model, Path(folder), options.rounds)
+        results["park"] = park(model, Path(folder), options.rounds, options.rounds // 2 + 1)
         show(park_lines(results["park"]))
-        results["save"] = save(model, Path(folder), options.tokens, options.rounds)
+        results["save"] = save(model, Path(folder), options.tokens, options.rounds, max(3, options.rounds // 3))
         show(save_lines(results))
         results["attach"] = attach(model, Path(folder))
         show(attach_lines(results["attach"]))
@@ -70,7 +70,7 @@ def first_token(session: Session) -> None:
 # -- park -----------------------------------------------------------------------------------------------------------
 
 
-def park(model: Model, folder: Path, rounds: int) -> dict[str, Any]:
+def park(model: Model, folder: Path, rounds: int, reads: int) -> dict[str, Any]:
     """Seconds to park 1,000 tokens and to bring them back, and to read them: appended, and dropped again."""
     size = PARKED * model.kv_bytes_per_token()
     found: dict[str, Any] = {"bytes": size, "read_s": []}
@@ -85,7 +85,7 @@ def park(model: Model, folder: Path, rounds: int) -> dict[str, Any]:
                 for _ in range(rounds + 1)
             ]
             found[name] = {"out_s": [a for a, _ in both[1:]], "back_s": [b for _, b in both[1:]]}
-        for _ in range(rounds // 2 + 1):
+        for _ in range(reads):
             end = len(session.tokens)
             found["read_s"].append(timed(lambda: session.append(text_of(model, PARKED))))
             session.rewind(end)
@@ -95,7 +95,7 @@ def park(model: Model, folder: Path, rounds: int) -> dict[str, Any]:
 # -- save and load --------------------------------------------------------------------------------------------------
 
 
-def save(model: Model, folder: Path, num_tokens: int, rounds: int) -> dict[str, Any]:
+def save(model: Model, folder: Path, num_tokens: int, rounds: int, reads: int) -> dict[str, Any]:
     """Seconds to save a session, and from nothing but the files to the first token: loaded, and read."""
     path, settings = folder / "chat.kvs", Settings(n_ctx=num_tokens + 512)
     found: dict[str, Any] = {"save_s": [], "load_s": [], "load_to_first_token_s": [], "read_to_first_token_s": []}
@@ -110,7 +110,7 @@ def save(model: Model, folder: Path, num_tokens: int, rounds: int) -> dict[str, 
             found["load_s"].append(time.perf_counter() - began)
             first_token(loaded)
             found["load_to_first_token_s"].append(time.perf_counter() - began)
-    for _ in range(max(3, rounds // 3)):
+    for _ in range(reads):
         began = time.perf_counter()
         with Session(model.path, settings=settings) as session:
             session.append(text_of(model, num_tokens))

@@ -70,7 +70,7 @@ def test_parked_and_back_is_bit_for_bit_and_far_faster_than_reading(
             session.unmask("d")
             assert look(session) == before
             assert np.array_equal(session.logits(), logits)
-    found = bench.park(model, tmp_path, 3)
+    found = bench.park(model, tmp_path, 3, 1)
     with capsys.disabled():
         print(f"\n{model.path.name}:", *bench.park_lines(found), sep="\n  ")
     for name in ("ram", "folder"):
@@ -82,7 +82,7 @@ def test_a_saved_session_of_4000_tokens_goes_on_within_a_second(
     smollm2_path: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     with Model(smollm2_path) as model:
-        found = {"tokens": 4000, "save": bench.save(model, tmp_path, 4000, 3)}
+        found = {"tokens": 4000, "save": bench.save(model, tmp_path, 4000, 3, 1)}
         limit = 4000 * model.kv_bytes_per_token() + 4 * model.n_vocab + (64 << 10) + 64 * 4000
     with capsys.disabled():
         print("", *bench.save_lines(found), sep="\n  ")
@@ -94,7 +94,7 @@ def test_a_saved_session_of_4000_tokens_goes_on_within_a_second(
 
 
 def test_an_attached_text_is_as_good_as_one_that_was_read(model: Model, tmp_path: Path, capsys: Capture) -> None:
-    content = bench.TEXTS[0].read_text("utf-8")[: bench.CHARACTERS]
+    content = bench.TEXTS[0].read_text("utf-8")[:1600]
     prefill(content, tmp_path / "text.kv", model, attend=bench.SYSTEM)
     own = bench.answers(model, [bench.SYSTEM], content, tmp_path / "text.kv")
     chat = bench.answers(model, [bench.SYSTEM, bench.CHAT], content, tmp_path / "text.kv")
