@@ -226,7 +226,7 @@ def test_verbs_that_do_not_fit(session: Session) -> None:
     with pytest.raises(errors.BadState, match="visible already"):
         session.unmask("middle")
     session.mask("middle", gap="keep")
-    with pytest.raises(errors.BadState, match="masked or evicted already"):
+    with pytest.raises(errors.BadState, match="masked, parked or evicted already"):
         session.mask("middle")
     session.unmask("middle")
     assert_unchanged(session, before)

@@ -117,8 +117,10 @@ def test_the_largest_context_fits_and_the_next_does_not(monkeypatch: pytest.Monk
     assert 0 < largest < 4096 and largest % 256 == 0
     assert memory.estimate(LLAMA, 10**6, largest, "f16", 512, free=free).fits
     assert not memory.estimate(LLAMA, 10**6, largest + 256, "f16", 512, free=free).fits
-    assert memory.largest_context(LLAMA, 10**6, "f16", 512, free=1000) == 0
-    assert memory.largest_context({**LLAMA, "llama.context_length": 1000}, 0, "f16", 512, free=1 << 40) == 1000
+    monkeypatch.setattr(memory, "free_ram", lambda: 1000)
+    assert memory.largest_context(LLAMA, 10**6, "f16", 512) == 0
+    monkeypatch.setattr(memory, "free_ram", lambda: 1 << 40)
+    assert memory.largest_context({**LLAMA, "llama.context_length": 1000}, 0, "f16", 512) == 1000
 
 
 # ---- cgroups --------------------------------------------------------------------------------------------------------
