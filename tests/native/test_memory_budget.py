@@ -213,7 +213,9 @@ def test_tiny_in_a_container_of_the_budget(tiny_path: TinyPath, cgroup: Callable
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("given", [{"n_ctx": 512}, {"n_ctx": 2048, "kv_type": "q8_0"}, {}])
+@pytest.mark.parametrize(
+    "given", [{"n_ctx": 512}, {}, pytest.param({"n_ctx": 2048, "kv_type": "q8_0"}, marks=pytest.mark.slow)]
+)
 def test_smollm2_under_the_ulimit_promised(smollm2_path: Path, given: dict[str, Any]) -> None:
     check_under_ulimit(smollm2_path, 256 << 20, **given)
 
@@ -228,7 +230,15 @@ def test_smollm2_under_less_ends_with_our_error_or_fits(smollm2_path: Path, shar
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("given", [{"n_ctx": 512}, {"n_ctx": 2048}, {"n_ctx": 2048, "kv_type": "q4_0"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"n_ctx": 512},
+        {"n_ctx": 1024, "kv_type": "q4_0"},
+        pytest.param({"n_ctx": 2048}, marks=pytest.mark.slow),
+        pytest.param({"n_ctx": 2048, "kv_type": "q4_0"}, marks=pytest.mark.slow),
+    ],
+)
 def test_smollm2_takes_what_was_said(smollm2_path: Path, given: dict[str, Any]) -> None:
     check_resident(smollm2_path, 256 << 20, **given)
 
