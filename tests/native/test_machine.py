@@ -457,7 +457,7 @@ class Machine(RuleBasedStateMachine):
             plain.attach(ids, self.attended)
             assert receipt.tokens == len(ids)
 
-    @rule(data=st.data(), elsewhere=st.integers(0, 15))
+    @rule(data=st.data(), elsewhere=st.integers(0, 40))
     def save_and_load(self, data: st.DataObject, elsewhere: int) -> None:
         """A second session from a file, in this engine, or, now and then, in another process."""
         actor = self.one(data)
