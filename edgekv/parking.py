@@ -99,7 +99,7 @@ class Parking:
     def _to_file(self, blob: Blob, folder: Path) -> None:
         assert blob.data is not None
         file = self._files.get(folder)
-        if file is None or file.closed:
+        if file is None:
             file = self._files[folder] = PoolFile(folder)
         blob.at = file.write(blob.data)
         blob.crc, blob.file, blob.data = zlib.crc32(blob.data.data), file, None
@@ -155,10 +155,6 @@ class PoolFile:
             self._file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         self._taken: dict[int, int] = {}  # where a stretch begins -> where it ends
 
-    @property
-    def closed(self) -> bool:
-        return bool(self._file.closed)
-
     def write(self, data: Bytes) -> int:
         """Where the bytes are now."""
         at = self._gap(len(data))
@@ -193,8 +189,7 @@ class PoolFile:
 
     def free(self, at: int) -> None:
         del self._taken[at]
-        if not self.closed:
-            self._cut()
+        self._cut()
 
     def _cut(self) -> None:
         """The file ends where its last stretch does."""
