@@ -116,6 +116,7 @@ class Uninterrupted:
 
     __slots__ = ("_arrived", "_before")
     _held = False  # changed by the main thread only
+    _pending = False
 
     def __enter__(self) -> None:
         self._before: Any = None
@@ -130,11 +131,12 @@ class Uninterrupted:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._arrived.append((number, frame))
+        Uninterrupted._pending = True
 
     def __exit__(self, *_: object) -> None:
         if self._before is None:
             return
-        Uninterrupted._held = False
+        Uninterrupted._held = Uninterrupted._pending = False
         signal.signal(signal.SIGINT, self._before)
         if self._arrived:
             self._before(*self._arrived[0])
@@ -143,3 +145,9 @@ class Uninterrupted:
 def uninterrupted() -> Uninterrupted:
     """A block in which Ctrl-C waits; see :class:`Uninterrupted`."""
     return Uninterrupted()
+
+
+def raise_if_interrupted() -> None:
+    """Let Ctrl-C through that waits, at a place where nothing is half done: a long block asks between its steps."""
+    if Uninterrupted._pending and threading.get_ident() == threading.main_thread().ident:
+        raise KeyboardInterrupt

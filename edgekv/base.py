@@ -93,6 +93,7 @@ class Base:
         self._spans = transcript.spans
         self._generation: Generation | None = None
         self.sampling: Sampling = GREEDY
+        self.memo = ""
 
     @property
     def engine(self) -> Engine:

@@ -13,6 +13,7 @@
     │   ├── DamagedModel            truncated, or refused by llama.cpp
     │   ├── NotGenerative           vocabulary only, or an encoder: there is no memory to mask
     │   ├── TooLarge                model or cache would not fit in the RAM that is free here
+    │   ├── TemplateError           the chat template cannot be read, or cannot render this conversation
     │   └── FetchFailed             download failed or its checksum is wrong; no file was left behind
     ├── FileError                   a session file, KV module or parked span cannot be written or read; nothing changed
     │   ├── NotEdgekvFile           another kind of file, or none
@@ -82,6 +83,10 @@ class NotGenerative(ModelError):
 
 class TooLarge(ModelError):
     """The model or the cache would not fit in free RAM."""
+
+
+class TemplateError(ModelError):
+    """The chat template cannot be read, or cannot render this conversation."""
 
 
 class FetchFailed(ModelError):

@@ -26,6 +26,7 @@ class Request:
     stop: tuple[str, ...] = ()
     name: str | None = None
     role: str = "assistant"
+    special: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
@@ -54,7 +55,7 @@ class Generation:
         self._first_token_at = self._started_at = self._ended_at = 0.0
         self.host = host
         self._sampler: Sampler | None = None
-        self._stream: TextStream = host.model.text_stream()
+        self._stream: TextStream = host.model.text_stream(special=request.special)
         self._text = ""
         self._shown = 0
         self._marks: list[int] = []  # characters complete after each token, -1 inside a character
@@ -118,15 +119,19 @@ class Generation:
         return self
 
     def __next__(self) -> str:
-        while True:
-            with self.host.lock:  # a verb of another thread may have ended it since the last step
-                self.host.engine.check_idle()
-                if not self.finished:
-                    self._try_step()
-                if piece := self.release():
-                    return piece
-                if self.finished:
-                    raise StopIteration
+        while (piece := self.step()) is not None:
+            if piece:
+                return piece
+        raise StopIteration
+
+    def step(self) -> str | None:
+        """One token more: the text that may be shown now, often none; None when there is nothing more to come."""
+        with self.host.lock:  # a verb of another thread may have ended it since the last step
+            self.host.engine.check_idle()
+            if not self.finished:
+                self._try_step()
+            piece = self.release()
+            return None if self.finished and not piece else piece
 
     def __aiter__(self) -> AsyncIterator[str]:
         """The same pieces for ``async for``; each is made in a worker thread, so the event loop goes on meanwhile.

@@ -19,7 +19,6 @@ from .manifest import Manifest
 from .model import Model
 from .reader import Progress
 from .receipts import Receipt
-from .sampling import Sampling
 from .settings import Settings
 from .store import Stored
 from .transcript import Transcript
@@ -34,17 +33,18 @@ class Keeping(Edits):
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the whole session to a file; returns its size in bytes.
 
-        All of it: tokens, K and V, masks, gaps, parked spans, tags, influence, undo, next logits, ``sampling``. The
-        file is for its owner only (0600), as the text can be read out of it. It is replaced as a whole: whatever
-        happens, a power cut included, the old one or the new one is there. ``progress`` is called with (cells copied,
-        cells to copy).
+        All of it: tokens, K and V, masks, gaps, parked spans, tags, influence, undo, next logits, ``sampling``,
+        ``memo``. The file is for its owner only (0600), as the text can be read out of it. It is replaced whole:
+        whatever happens, a power cut included, the old one or the new one is there. ``progress`` is called with (cells
+        copied, cells to copy).
 
         Cost: K and V are copied out and written; no token is read.
         Guarantees: :meth:`load` goes on as this session would, which does not change.
         Raises FileError (a folder, no permission, disk full); then the file is as it was.
         """
         with self.engine.busy():
-            return saving.save(Path(path), self._transcript, self.sampling, self.progress)
+            beside = saving.Beside(self.sampling, self.memo)
+            return saving.save(Path(path), self._transcript, beside, self.progress)
 
     @classmethod
     def load(
@@ -70,9 +70,9 @@ class Keeping(Edits):
         """
         lease, session = Lease(), object.__new__(cls)
 
-        def begin(transcript: Transcript, sampling: Sampling) -> K:
+        def begin(transcript: Transcript, beside: saving.Beside) -> K:
             session._begin(transcript, lease)
-            session.sampling = sampling
+            session.sampling, session.memo = beside.sampling, beside.memo
             return session
 
         try:

@@ -25,6 +25,8 @@ TokenArray: TypeAlias = npt.NDArray[np.int32]
 _SAMPLE: Final = 1 << 16  # bytes a sample of the fingerprint
 _SAMPLES: Final = 64
 _NO_MEMORY: Final = ("Cannot allocate memory", "bad_alloc", "failed to allocate", "unable to allocate")
+# llama.h: LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, _LSTRIP, _RSTRIP
+_CONTROL, _LSTRIP, _RSTRIP = 1 | 1 << 3, 1 << 7, 1 << 8
 _ROPE_MROPE: Final = 8  # llama.h: LLAMA_ROPE_TYPE_MROPE; IMROPE (40) has the bit too, VISION (24) as well
 
 
@@ -270,6 +272,21 @@ class Model:
         """Every token that ends a generation."""
         return tuple(t for t in range(self.n_vocab) if self.is_end(t))
 
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Text -> token, of those that a text is read for only with ``special`` (llama-vocab.cpp:
+        tokenizer_st_partition)."""
+        return {self.detokenize([t]): t for t in range(self.n_vocab) if self._attributes(t) & _CONTROL}
+
+    def swallows(self, token: int) -> tuple[bool, bool]:
+        """Whether a control token takes the white space in front of it, and that behind it, for its own."""
+        attributes = self._attributes(self.check_token(token))
+        return bool(attributes & _LSTRIP), bool(attributes & _RSTRIP)
+
+    def _attributes(self, token: int) -> int:
+        self._check_open()
+        return int(lib.llama_vocab_get_attr(self._vocab, token))
+
     def check_token(self, token: int) -> int:
         if not 0 <= token < self.n_vocab:
             raise UsageError(f"token {token} is outside the vocabulary [0, {self.n_vocab})")
@@ -329,21 +346,21 @@ class Model:
         """Tokens as text; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.piece(int(t), special=special) for t in tokens).decode("utf-8", "replace")
 
-    def text_stream(self) -> TextStream:
-        """A decoder for a growing text that never shows half a character."""
-        return TextStream(self)
+    def text_stream(self, *, special: bool = False) -> TextStream:
+        """A decoder for a growing text that never shows half a character; ``special`` spells control tokens out."""
+        return TextStream(self, special)
 
 
 class TextStream:
     """Tokens in, text out, with the bytes of an unfinished character held back until the rest arrives."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, model: Model, special: bool = False) -> None:
+        self._model, self._special = model, special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
         """The text that ``token`` completes, '' while a character is unfinished."""
-        return self._decoder.decode(self._model.piece(token))
+        return self._decoder.decode(self._model.piece(token, special=self._special))
 
     @property
     def pending(self) -> bool:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ._llama import uninterrupted
+from ._llama import raise_if_interrupted, uninterrupted
 from .batch import Chunk
 from .errors import ContextFull, MaskUnsupported, NoLogits
 from .history import clip
@@ -121,6 +121,7 @@ class Reader:
                 self._decode(seq, start + done, part, last=done + len(part) == len(tokens))
                 done += len(part)
                 self._num_read += len(part)
+            raise_if_interrupted()
             if self.progress is not None:
                 self.progress(self._num_read, self._num_wanted)
 

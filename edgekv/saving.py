@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -41,16 +42,24 @@ _STATE: Final = "state"
 # -- out -------------------------------------------------------------------------------------------------------------
 
 
-def save(path: Path, transcript: Transcript, sampling: Sampling, progress: Progress | None) -> int:
+@dataclass(frozen=True)
+class Beside:
+    """What a file keeps of a session beside its transcript."""
+
+    sampling: Sampling
+    memo: str
+
+
+def save(path: Path, transcript: Transcript, beside: Beside, progress: Progress | None) -> int:
     """Write a session to a file, whole or not at all; returns its size in bytes. Raises FileError, TooLarge."""
-    return store.write(path, _members(transcript, sampling, progress or (lambda _done, _all: None)), private=True)
+    return store.write(path, _members(transcript, beside, progress or (lambda _done, _all: None)), private=True)
 
 
-def _members(transcript: Transcript, sampling: Sampling, progress: Progress) -> Iterator[tuple[str, Content]]:
+def _members(transcript: Transcript, beside: Beside, progress: Progress) -> Iterator[tuple[str, Content]]:
     record, engine = transcript.record, transcript.engine
     with uninterrupted():
         record.next.keep_logits()  # copying may decode, see Engine.settle
-        taken = _snapshot(transcript, sampling)
+        taken = _snapshot(transcript, beside)
     yield store.MANIFEST, manifest.encode(_describe(transcript))
     yield _SESSION, manifest.encode(taken)
     if taken.next_view is not None:
@@ -99,7 +108,7 @@ def _cells_of(runs: Iterable[CellRun]) -> set[tuple[int, int]]:
     return {(run.seq, pos) for run in runs for pos in range(run.p0, run.p1)}
 
 
-def _snapshot(transcript: Transcript, sampling: Sampling) -> Snapshot:
+def _snapshot(transcript: Transcript, beside: Beside) -> Snapshot:
     record, ledger, engine = transcript.record, transcript.ledger, transcript.engine
     held = [(number, engine.parking.get(number)) for number in sorted(ledger.columns.blobs)]
     return snapshot.take(
@@ -112,7 +121,8 @@ def _snapshot(transcript: Transcript, sampling: Sampling) -> Snapshot:
         cells=_in_order(transcript) if ledger.has_cells else (),
         blobs=[Piece(number, blob.p0, blob.p1) for number, blob in held],
         restarts=transcript.restarts,
-        sampling=sampling,
+        sampling=beside.sampling,
+        memo=beside.memo,
     )
 
 
@@ -162,7 +172,7 @@ def load(
     stored: Stored,
     facts: Manifest,
     engine: Engine,
-    finish: Callable[[Transcript, Sampling], R],
+    finish: Callable[[Transcript, Beside], R],
     progress: Progress | None = None,
 ) -> R:
     """A session on ``engine`` as it was when it was saved; returns what ``finish`` makes of it.
@@ -174,13 +184,13 @@ def load(
     used, transcript = engine.cells_used, None
     try:
         saved = manifest.decode(stored, _SESSION, Snapshot)
-        sampling, journal = saved.sampling.restored(), snapshot.journal_of(saved)
+        beside, journal = Beside(saved.sampling.restored(), saved.memo), snapshot.journal_of(saved)
         with uninterrupted():
             transcript = Transcript(engine, restarts=saved.restarts, journal=journal)
         with stored.held_to():
             _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
         with uninterrupted():
-            return finish(transcript, sampling)
+            return finish(transcript, beside)
     except BaseException as err:
         if transcript is not None:
             with uninterrupted():

@@ -13,10 +13,10 @@ from .base import verb
 from .columns import State
 from .errors import BadState, MaskUnsupported, UnknownSpan
 from .generation import Generation, Request
-from .host import Host, register_bos
+from .host import BOS_NAME, Host, register_bos
 from .keeping import Keeping
 from .model import TokenArray
-from .receipts import Audit, Stats
+from .receipts import Audit, Receipt, Stats
 from .sampling import Sampling
 from .spans import Range, Span, Target
 from .transcript import Transcript
@@ -31,8 +31,9 @@ class Session(Keeping):
     ``memory_budget``, bytes or text such as "512MiB": what the whole process may take; n_ctx and the KV type are chosen
     to fit, where they are not given (see :mod:`edgekv.budget`). ``on_unsupported``: what a model's
     memory cannot do is refused ("refuse"), or done at a restart's price, as the receipt says ("recompute").
-    ``sampling``, an attribute, is what generations use that are told nothing else. ``progress``, another, is called
-    with (tokens read, tokens to read) after every batch of a reading.
+    ``sampling``, an attribute, is what generations use that are told nothing else. ``memo``, another, is a text of the
+    caller's own that files keep. ``progress``, a third, is called with (tokens read, tokens to read) after every batch
+    of a reading.
 
     Raises ModelError, TooLarge and UsageError as Model and Engine do.
     """
@@ -148,10 +149,12 @@ class Session(Keeping):
         stop: str | Iterable[str] = (),
         name: str | None = None,
         role: str = "assistant",
+        special: bool = False,
     ) -> Generation:
         """Continue the transcript; the result streams and becomes a span. See :class:`Generation`.
 
-        sampling: how tokens are chosen; the session's own ``sampling``, greedy unless it was set, by default.
+        sampling: how tokens are chosen; the session's own ``sampling``, greedy unless it was set, by default. special:
+        control tokens that are sampled are spelled out in the text.
 
         Cost: one token read for every token kept, one more after an edit.
         Guarantees: a token is in the cache and in the text, or in neither, whatever stops it. (A stop string stays in
@@ -163,7 +166,7 @@ class Session(Keeping):
             self._check_name(name)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._generation = Generation(
-            Host(self._transcript), Request(max_tokens, sampling or self.sampling, stops, name, role)
+            Host(self._transcript), Request(max_tokens, sampling or self.sampling, stops, name, role, special)
         )
         return self._generation
 
@@ -181,8 +184,52 @@ class Session(Keeping):
         """
         other = object.__new__(type(self))
         other._begin(Transcript(self.engine, of=self._transcript), self._lease.take())
-        other.sampling = self.sampling
+        other.sampling, other.memo = self.sampling, self.memo
         return other
+
+    # -- names --------------------------------------------------------------------------------------------------
+
+    @verb
+    def mark(self, target: Target, name: str, *, role: str = "", tags: Iterable[str] = ()) -> Span:
+        """Name what is there already: a span from the target's first index to its last; spans may nest.
+
+        A span of that name moves there, and gets this role and these tags.
+
+        Cost: nothing is read, moved or hidden.
+        Guarantees: the span is what targets of that name mean from then on.
+        Raises UsageError (no such name can be, no token in the target), UnknownSpan.
+        """
+        ranges = self._spans.resolve(target)
+        self._ledger.select(ranges)
+        tags = frozenset((tags,) if isinstance(tags, str) else tags)
+        span = Span(name, ranges[0][0], ranges[-1][1], role, tags)
+        if name == BOS_NAME:
+            self._check_name(name)
+        return self._spans.put(span)
+
+    def resolve(self, target: Target) -> list[Range]:
+        """The index ranges a target selects, sorted and disjoint. Raises UnknownSpan, UsageError."""
+        with self.lock:
+            return self._spans.resolve(target)
+
+    def ranges(self, indexes: npt.NDArray[np.int64]) -> list[Range]:
+        """A target of these tokens and no others: a range also selects what was put in between two of its indexes, so
+        ranges end there."""
+        index = np.unique(indexes)
+        with self.lock:
+            rows = self._ledger.places.rows_of(index)
+        cuts = np.flatnonzero((np.diff(index) != 1) | (np.diff(rows) != 1)) + 1
+        return [(int(part[0]), int(part[-1]) + 1) for part in np.split(index, cuts) if len(part)]
+
+    @verb
+    def unmark(self, name: str) -> Span:
+        """Take a name away; its tokens stay as they are. Returns the span it was.
+
+        Cost: nothing is read, moved or hidden.
+        Guarantees: no target of that name means anything any more.
+        Raises UnknownSpan.
+        """
+        return self._spans.remove(self.span(name))
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -210,6 +257,11 @@ class Session(Keeping):
         """int32 (n,): what the model sees, in reading order: a restart would read these."""
         with self.lock:
             return self._ledger.visible_tokens.copy()
+
+    def indexes(self, state: State = State.VISIBLE) -> npt.NDArray[np.int64]:
+        """int64 (n,): the indexes of the tokens in that state, in reading order."""
+        with self.lock:
+            return self._ledger.places.indexes_of(np.flatnonzero(self._ledger.columns.where(state)))
 
     @verb
     def text(self, target: Target) -> str:
@@ -243,6 +295,13 @@ class Session(Keeping):
                 parked_on_disk=on_disk,
                 cursor=ledger.cursor,
             )
+
+    @property
+    def last_edit(self) -> Receipt | None:
+        """The receipt of the edit that :meth:`undo` would take back, None for none."""
+        with self.lock:
+            newest = self._transcript.journal.newest()
+            return None if newest is None else newest[0]
 
     def states(self, span: Span) -> dict[State, int]:
         """How many of a span's tokens are in which state."""

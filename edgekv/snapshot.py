@@ -213,6 +213,7 @@ class Snapshot:
     blobs: tuple[Piece, ...]
     restarts: bool
     sampling: SavedSampling
+    memo: str = ""
 
     def __len__(self) -> int:
         return len(self.ids) // 4
@@ -326,6 +327,7 @@ def take(
     blobs: Sequence[Piece],
     restarts: bool,
     sampling: Sampling,
+    memo: str,
 ) -> Snapshot:
     """What a session is now; ``cells`` are the slices its K and V are copied in."""
     sequences = (ledger.live, *ledger.archives)
@@ -350,6 +352,7 @@ def take(
         blobs=tuple(blobs),
         restarts=restarts,
         sampling=SavedSampling.of(sampling),
+        memo=memo,
     )
 
 

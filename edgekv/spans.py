@@ -119,6 +119,19 @@ class SpanTable:
         self._spans[span.name] = span
         return span
 
+    def put(self, span: Span) -> Span:
+        """As :meth:`add`, in the place of the span of that name, if there is one."""
+        before = self._spans.pop(span.name, None)
+        try:
+            return self.add(span)
+        except UsageError:
+            if before is not None:
+                self._spans[before.name] = before
+            raise
+
+    def remove(self, span: Span) -> Span:
+        return self._spans.pop(span.name)
+
     @property
     def counter(self) -> int:
         """The number in the last name that was made up."""

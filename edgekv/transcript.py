@@ -93,7 +93,9 @@ class Transcript:
         changed = self._changed(plan.after)
         if not changed.any():  # a rewind to the end
             return self._receipt(verb, plan, 0.0)
-        former = Former.of(self.ledger, changed, self.spans.ordered())
+        # only a rewind drops names; whatever was named since another edit stays named
+        spans = self.spans.ordered() if verb == "rewind" else ()
+        former = Former.of(self.ledger, changed, spans)
         reused = self._num_reused(plan)
 
         def done() -> Receipt:

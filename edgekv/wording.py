@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import unicodedata
 from decimal import Decimal
 from typing import Final
 
@@ -36,6 +37,11 @@ def milliseconds(ms: float) -> str:
 def printable(text: str) -> str:
     """A text of somebody else's in one line: what a terminal would act on is U+FFFD."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def harmless(text: str) -> str:
+    """A text of somebody else's for a terminal, lines and all: control characters are U+FFFD."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def num_bytes(size: int | str) -> int:

@@ -15,6 +15,8 @@ from edgekv.memory import KV_BLOCKS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Group, RenderableType
+
     from edgekv.compare import Options, Report
 
 _HELP = """Measure mask-and-continue against restart, on your model, text and CPU.
@@ -144,14 +146,19 @@ def _written(path: Path, text: str) -> str:
 
 
 def _show(report: Report) -> None:
+    console().print(drawn(report))
+
+
+def drawn(report: Report) -> Group:
     """The three blocks as tables, the verdict last: it is what stays on the screen."""
     from rich.box import SIMPLE_HEAD
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     from edgekv.compare.tables import header, overview
 
-    out = console()
-    out.print(header(report.data), style="dim", markup=False)
+    parts: list[RenderableType] = [Text(header(report.data), style="dim")]
     for title, rows in overview(report.data):
         table = Table(
             box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold"
@@ -160,5 +167,5 @@ def _show(report: Report) -> None:
             table.add_column(name, justify="right" if n else "left", no_wrap=True)
         for row in rows[1:]:
             table.add_row(*row)
-        out.print(table)
-    out.print(report.verdict, markup=False, style="bold")
+        parts.append(table)
+    return Group(*parts, Text(report.verdict, style="bold"))

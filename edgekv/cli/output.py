@@ -67,25 +67,25 @@ def stdin_bytes() -> bytes:
 
 def print_json(obj: object) -> None:
     """One JSON value and a newline on stdout. NaN and infinities become null; dataclasses and paths work."""
-    click.echo(json.dumps(_plain(obj), indent=2, allow_nan=False))
+    click.echo(json.dumps(plain(obj), indent=2, allow_nan=False))
 
 
-def _plain(obj: Any) -> Any:
+def plain(obj: Any) -> Any:
     """``obj`` in the types JSON has. Raises TypeError where there is no honest way."""
     if isinstance(obj, float):
         return float(obj) if math.isfinite(obj) else None
     if obj is None or isinstance(obj, (str, int)):
         return obj
     if isinstance(obj, dict):
-        return {str(key): _plain(value) for key, value in obj.items()}
+        return {str(key): plain(value) for key, value in obj.items()}
     if isinstance(obj, (list, tuple)):
-        return [_plain(value) for value in obj]
+        return [plain(value) for value in obj]
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        return {field.name: _plain(getattr(obj, field.name)) for field in dataclasses.fields(obj)}
+        return {field.name: plain(getattr(obj, field.name)) for field in dataclasses.fields(obj)}
     if isinstance(obj, os.PathLike):
         return os.fspath(obj)
     if hasattr(obj, "tolist"):  # numpy's scalars and arrays, without importing numpy
-        return _plain(obj.tolist())
+        return plain(obj.tolist())
     raise TypeError(f"{type(obj).__name__} has no JSON form")
 
 

@@ -18,6 +18,11 @@ LAYERS = (
     ("cli",),
     ("compare", "demo"),
     ("doctor", "inspection", "prompt"),
+    ("chat",),
+    ("reply", "room", "memos"),
+    ("following",),
+    ("turns", "script", "answers"),
+    ("markup", "template", "cellmap"),
     ("prefilling",),
     ("session",),
     ("keeping",),
@@ -32,6 +37,7 @@ LAYERS = (
     ("reader", "journal"),
     ("record",),
     ("next_logits",),
+    ("policies",),
     ("planner",),
     ("rereads",),
     ("changes",),
@@ -128,10 +134,10 @@ def test_public_names() -> None:
 
 
 SESSION = {
-    "append", "attach", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "influenced_by",
-    "insert", "load", "lock", "logits", "logits_over", "mask", "masked", "model", "park", "progress", "recompute",
-    "replace", "rewind", "save", "score", "span", "spans", "states", "stats", "text", "tokens", "undo", "unmask",
-    "visible_tokens",
+    "append", "attach", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "indexes",
+    "influenced_by", "insert", "last_edit", "load", "lock", "logits", "logits_over", "mark", "mask", "masked", "model",
+    "park", "progress", "ranges", "recompute", "replace", "resolve", "rewind", "save", "score", "span", "spans", "states",
+    "stats", "text", "tokens", "undo", "unmark", "unmask", "visible_tokens",
 }  # fmt: skip
 
 

@@ -1,0 +1,135 @@
+"""Markup: rendered texts as tokens, where a template's control tokens act and those a person typed do not.
+
+A chat template and what people say end up in one string. Whatever in a person's text spells a control token gets a
+MARK inside, before it is rendered; the mark is gone again when the string becomes tokens, and the text is read as the
+letters it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from .model import Model, TokenArray
+
+MARK: Final = "\ufdd0"  # a code point Unicode keeps for programs' own use
+
+
+@dataclass(frozen=True)
+class Lexed:
+    """A text and its tokens: int32 (n,) ids, and int64 (n,) the characters complete after each."""
+
+    text: str
+    ids: TokenArray
+    ends: npt.NDArray[np.int64]
+
+    @classmethod
+    def joined(cls, parts: list[Lexed]) -> Lexed:
+        at = np.cumsum([0, *(len(part.text) for part in parts)])
+        ids = [np.empty(0, np.int32), *(part.ids for part in parts)]
+        ends = [np.empty(0, np.int64), *(part.ends + at[i] for i, part in enumerate(parts))]
+        return cls("".join(part.text for part in parts), np.concatenate(ids), np.concatenate(ends))
+
+
+class Markup:
+    """Texts of one model's vocabulary."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._control = {text: token for text, token in model.control_tokens.items() if text}
+        self._lengths = sorted({len(text) for text in self._control}, reverse=True)
+        first = "".join(map(re.escape, sorted({text[0] for text in self._control})))
+        self._first = re.compile(f"[{first}]") if first else None
+
+    def escape(self, text: str) -> str:
+        """A text in which nothing acts as a control token."""
+        parts, at = [], 0
+        text = text.replace(MARK, "\ufffd")
+        for start, stop in self._found(text):
+            parts += [text[at : start + 1], MARK, text[start + 1 : stop]]
+            at = stop
+        return "".join([*parts, text[at:]])
+
+    @staticmethod
+    def plain(text: str) -> str:
+        """A text as it was before it was escaped."""
+        return text.replace(MARK, "")
+
+    def split(self, text: str) -> list[str]:
+        """The text cut in front of and behind every control token that acts."""
+        cuts = [0, *(cut for found in self._found(text) for cut in found), len(text)]
+        return [text[a:b] for a, b in pairwise(cuts) if a < b]
+
+    def _found(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where control tokens are spelled, from left to right, the longest first."""
+        at = 0
+        while self._first is not None and (match := self._first.search(text, at)):
+            at = match.start()
+            stop = next((at + n for n in self._lengths if text[at : at + n] in self._control), 0)
+            if stop and text[stop : stop + 1] != MARK:  # behind the mark of a token of one letter
+                yield at, stop
+            at = max(stop, at + 1)
+
+    def is_control(self, part: str) -> bool:
+        """Whether a part of :meth:`split` is a control token."""
+        return part in self._control
+
+    # -- tokens -------------------------------------------------------------------------------------------------
+
+    def lex(self, text: str) -> Lexed:
+        """A rendered text as tokens: as llama_tokenize with parse_special reads it, but for what was escaped."""
+        parts = self.split(text)
+        return Lexed.joined([self._lex(part, parts[i - 1 : i], parts[i + 1 : i + 2]) for i, part in enumerate(parts)])
+
+    def _lex(self, part: str, before: list[str], after: list[str]) -> Lexed:
+        if self.is_control(part):
+            return Lexed(part, np.asarray([self._control[part]], np.int32), np.asarray([len(part)]))
+        plain = part
+        if before and self._model.swallows(self._control[before[0]])[1]:
+            plain = plain.lstrip()
+        if after and self._model.swallows(self._control[after[0]])[0]:
+            plain = plain.rstrip()
+        return self._placed(part, self._model.tokenize(plain.replace(MARK, "")))
+
+    def _placed(self, part: str, ids: TokenArray) -> Lexed:
+        """Tokens of a part without control tokens, and where in it they end."""
+        said, ends = self._spelled(ids)
+        plain = np.flatnonzero(np.asarray([c != MARK for c in part])) if MARK in part else np.arange(len(part))
+        ends = ends - max(0, len(said) - len(plain))  # a space that some vocabularies put in front
+        places = np.concatenate([[0], plain + 1])[np.clip(ends, 0, len(plain))]
+        places[-1:] = len(part)
+        return Lexed(part, ids, places.astype(np.int64))
+
+    def _spelled(self, ids: TokenArray) -> tuple[str, npt.NDArray[np.int64]]:
+        stream, text, ends = self._model.text_stream(), "", []
+        for token in ids.tolist():
+            text += stream.feed(token)
+            ends.append(len(text))
+        text += stream.finish()
+        return text, np.asarray([*ends[:-1], len(text)] if ends else [], np.int64)
+
+    def said(self, ids: TokenArray) -> Lexed:
+        """What a model said, as a text that can be rendered: its control tokens act, what it only spelled does not."""
+        control = np.isin(ids, np.asarray(list(self._control.values()), np.int32))
+        return Lexed.joined([self._said(ids[a:b]) for a, b in _runs(control)])
+
+    def _said(self, run: TokenArray) -> Lexed:
+        text = self._model.detokenize(run)
+        if text in self._control and len(run) == 1:
+            return Lexed(text, run, np.asarray([len(text)]))
+        return self._placed(self.escape(self._spelled(run)[0]), run)
+
+
+def _runs(control: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Control tokens one by one, the others in runs."""
+    if not len(control):
+        return []
+    cuts = np.flatnonzero(control | np.concatenate([[True], control[:-1]])).tolist()
+    return list(pairwise([*cuts, len(control)]))

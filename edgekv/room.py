@@ -1,0 +1,109 @@
+"""Room: what a chat's policy decided is carried out, and cells are made free."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from . import policies
+from .columns import State
+from .errors import BadState, ContextFull
+from .planner import NUM_SINKS
+from .policies import Cut, Policy, View
+from .receipts import Receipt
+from .session import Session
+from .spans import Range
+from .turns import TURN
+
+_AT_ONCE: Final = 8  # a share of the cache: as much is made free at a time, so that it happens seldom
+
+
+class Room:
+    """Hides in ``session`` what a policy names, and frees cells of what is hidden. ``hidden``: int64, ascending, the
+    indexes that a policy or the template hid; what a person hid is not among them."""
+
+    def __init__(self, session: Session, spill: str = "evict") -> None:
+        self._session: Final = session
+        self.spill = spill
+        self.hidden: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def fork(self, session: Session) -> Room:
+        other = Room(session, self.spill)
+        other.hidden = self.hidden
+        return other
+
+    def view(self, need: int = 0) -> View:
+        session = self._session
+        free = session.engine.cells_free + len(session.indexes(State.MASKED))
+        return View(session.spans, session.indexes(), session.engine.num_cells, free, need)
+
+    def plan(self, policy: Policy, need: int, reserve: int) -> tuple[Cut, ...]:
+        """What to hide so that ``need`` cells are free, and ``reserve`` more where that can be. Raises ContextFull."""
+        with contextlib.suppress(ContextFull):
+            return policies.make_room(policy, self.view(need + reserve))
+        return policies.make_room(policy, self.view(need))
+
+    def make(self, policy: Policy | None, need: int, reserve: int) -> list[Receipt]:
+        """Free that many cells. Raises ContextFull."""
+        receipts = [] if policy is None else self.hide_cuts(self.plan(policy, need, reserve))
+        receipts += self.free(need + reserve)
+        if self._session.engine.cells_free < need:
+            raise ContextFull(
+                f"{need:,} cells are needed and {self._session.engine.cells_free:,} are free; evict or park something, "
+                "give the chat a policy, or open it with a larger n_ctx"
+            )
+        return receipts
+
+    def hide_cuts(self, cuts: Iterable[Cut], then: str = "none") -> list[Receipt]:
+        ranges = [r for cut in cuts for r in cut.ranges]
+        index = np.concatenate([np.arange(a, b) for a, b in ranges]) if ranges else np.empty(0, np.int64)
+        return self._mask(np.unique(index), then=then)
+
+    def hide(self, indexes: Iterable[int]) -> list[Receipt]:
+        """Hide tokens of a model's own, which goes on from the logits that saw them."""
+        return self._mask(np.unique(np.fromiter(indexes, np.int64)), refresh_last=False)
+
+    def _mask(self, indexes: npt.NDArray[np.int64], *, then: str = "none", refresh_last: bool = True) -> list[Receipt]:
+        visible = self._session.indexes()
+        here = np.setdiff1d(np.intersect1d(indexes, visible), [*range(NUM_SINKS), *visible[:NUM_SINKS]])
+        if not len(here):
+            return []
+        receipt = self._session.mask(self._session.ranges(here), then=then, refresh_last=refresh_last)
+        self.hidden = np.union1d(self.hidden, here)
+        return [receipt]
+
+    def mine(self, ranges: Iterable[Range]) -> None:
+        """What the template hid."""
+        index = [np.arange(a, b) for a, b in ranges]
+        self.hidden = np.union1d(self.hidden, np.concatenate(index)) if index else self.hidden
+        self.shown()
+
+    def shown(self) -> None:
+        """What is visible is hidden no longer."""
+        self.hidden = np.setdiff1d(self.hidden, self._session.indexes())
+
+    def _oldest(self, count: int) -> npt.NDArray[np.int64]:
+        """The first masked tokens, at least that many, up to the end of a turn."""
+        masked = self._session.indexes(State.MASKED)
+        last = masked[count - 1 : count]
+        ends = [s.stop for s in self._session.spans if TURN in s.tags and len(last) and s.start <= last[0] < s.stop]
+        return masked if not ends else masked[(np.arange(len(masked)) < count) | (masked < min(ends))]
+
+    def free(self, count: int) -> list[Receipt]:
+        """Give up cells of hidden tokens, those in front first, until ``count`` are free or none is left."""
+        engine, receipts = self._session.engine, list[Receipt]()
+        missing = count - engine.cells_free
+        if missing <= 0:
+            return receipts
+        chosen = self._oldest(max(missing, engine.num_cells // _AT_ONCE))
+        by_hand = ~np.isin(chosen, self.hidden)
+        for index, verb in ((chosen[by_hand], "park"), (chosen[~by_hand], self.spill)):
+            if len(index):
+                with contextlib.suppress(BadState):
+                    ranges = self._session.ranges(index)
+                    receipts.append(self._session.park(ranges) if verb == "park" else self._session.evict(ranges))
+        return receipts

@@ -1,0 +1,171 @@
+"""Script: the text of a conversation as its template writes it, and where in the session each part of it is.
+
+Pure text and numpy. A template may write history otherwise than before (reasoning goes, system text moves); the
+difference to what was read becomes hunks, and a hunk names tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .markup import Lexed
+from .spans import Range
+
+if TYPE_CHECKING:
+    from .model import TokenArray
+
+T = TypeVar("T", bound=np.generic)
+
+#: Cuts a text where control tokens stand.
+Split = Callable[[str], Sequence[str]]
+
+
+class Hunk(NamedTuple):
+    """Characters [start, stop) of the old text become ``text``."""
+
+    start: int
+    stop: int
+    text: str
+
+
+def changes(old: str, new: str, split: Split, seams: Sequence[int] = ()) -> list[Hunk]:
+    """The hunks, in order and disjoint, that make ``new`` of ``old``; an append is one hunk at the end.
+
+    Compared in lines and control tokens: what a template drops or moves is made of those. seams: characters of ``new``
+    at which turns begin; where new text may be said to begin at one of several places, it begins there.
+    """
+    if new.startswith(old):
+        return [Hunk(len(old), len(old), new[len(old) :])] if len(new) > len(old) else []
+    begin = old.rfind("\n", 0, _common(old, new)) + 1
+    ours, theirs = _chunks(old[begin:], split), _chunks(new[begin:], split)
+    at = np.concatenate([[0], np.cumsum([len(c) for c in ours])]) + begin
+    matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
+    found = [
+        _trimmed(old, Hunk(int(at[a]), int(at[b]), "".join(theirs[c:d])))
+        for kind, a, b, c, d in matcher.get_opcodes()
+        if kind != "equal"
+    ]
+    return _at_seams(old, [hunk for hunk in found if hunk.start < hunk.stop or hunk.text], set(seams))
+
+
+def _at_seams(old: str, hunks: list[Hunk], seams: set[int]) -> list[Hunk]:
+    """Text that is put in and ends as what stands in front of it ends can as well begin earlier."""
+    made, shift, least = [], 0, 0
+    for hunk in hunks:
+        if hunk.start == hunk.stop and hunk.start + shift not in seams:
+            slides = range(1, _common(old[least : hunk.start][::-1], hunk.text[::-1]) + 1)
+            n = next((n for n in slides if hunk.start + shift - n in seams), 0)
+            text = hunk.text[len(hunk.text) - n :] + hunk.text[: len(hunk.text) - n]
+            hunk = Hunk(hunk.start - n, hunk.start - n, text)
+        made.append(hunk)
+        shift, least = shift + len(hunk.text) - (hunk.stop - hunk.start), hunk.stop
+    return made
+
+
+def _chunks(text: str, split: Split) -> list[str]:
+    return [line for part in split(text) for line in part.splitlines(keepends=True)]
+
+
+def _trimmed(old: str, hunk: Hunk) -> Hunk:
+    """A hunk without what both its sides begin and end with."""
+    gone, text = old[hunk.start : hunk.stop], hunk.text
+    front = _common(gone, text)
+    gone, text = gone[front:], text[front:]
+    back = _common(gone[::-1], text[::-1])
+    return Hunk(hunk.start + front, hunk.start + front + len(gone) - back, text[: len(text) - back])
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    shorter = min(len(one), len(other))
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), shorter)
+
+
+@dataclass(frozen=True)
+class Script:
+    """``text``, and for each of its tokens, in reading order: id, index in the session, the characters complete after
+    it, and whether the model said it (then it was sampled, and may not be how the text would be tokenized).
+    """
+
+    text: str
+    ids: TokenArray
+    index: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    said: npt.NDArray[np.bool_]
+
+    @classmethod
+    def empty(cls) -> Script:
+        none = np.empty(0, np.int64)
+        return cls("", np.empty(0, np.int32), none, none, np.empty(0, np.bool_))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def appended(self, lexed: Lexed, first_index: int, *, said: bool = False) -> Script:
+        """With a text behind it whose tokens were read at ``first_index``."""
+        return self.with_tokens(len(self.text), len(self.text), lexed, first_index, len(self), len(self), said=said)
+
+    def with_tokens(
+        self, start: int, stop: int, lexed: Lexed, first_index: int, first: int, last: int, *, said: bool = False
+    ) -> Script:
+        """Characters [start, stop), and tokens [first, last), give way to a text with its tokens."""
+        new, n = np.arange(first_index, first_index + len(lexed.ids)), len(lexed.ids)
+        shift = len(lexed.text) - (stop - start)
+        return Script(
+            self.text[:start] + lexed.text + self.text[stop:],
+            _spliced(self.ids, first, last, lexed.ids),
+            _spliced(self.index, first, last, new),
+            np.concatenate([np.minimum(self.ends[:first], start), lexed.ends + start, self.ends[last:] + shift]),
+            _spliced(self.said, first, last, np.full(n, said)),
+        )
+
+    def reworded(self, hunk: Hunk) -> Script:
+        """With other characters for the same tokens: what the template says and what was read differ there."""
+        start, stop, text = hunk
+        shift = len(text) - (stop - start)
+        ends = np.where(self.ends >= stop, self.ends + shift, np.minimum(self.ends, start))
+        return replace(self, text=self.text[:start] + text + self.text[stop:], ends=ends)
+
+    def shortened(self, count: int) -> Script:
+        """The first ``count`` tokens of it."""
+        end = int(self.ends[count - 1]) if count else 0
+        return Script(self.text[:end], self.ids[:count], self.index[:count], self.ends[:count], self.said[:count])
+
+    # -- characters and tokens ----------------------------------------------------------------------------------
+
+    def start_of(self, number: int) -> int:
+        """The character a token begins at."""
+        return int(self.ends[number - 1]) if number else 0
+
+    def tokens_in(self, start: int, stop: int) -> Range:
+        """The numbers of the tokens that characters [start, stop) touch; for an empty range where it lies."""
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        if start == stop:
+            return (first, first + (first < len(self) and self.start_of(first) < start))
+        return (first, max(first, int(np.searchsorted(self.ends, stop, side="left")) + 1))
+
+    def inside(self, start: int, stop: int) -> Range:
+        """The numbers of the tokens that lie wholly in characters [start, stop)."""
+        first, last = self.tokens_in(start, stop)
+        first += first < last and self.start_of(first) < start
+        last -= first < last and int(self.ends[last - 1]) > stop
+        return (first, last)
+
+    def widened(self, hunk: Hunk) -> tuple[Hunk, Range]:
+        """The hunk over whole tokens, and the numbers of those that go."""
+        first, last = self.tokens_in(hunk.start, hunk.stop)
+        if first == last:
+            return hunk, (first, last)
+        start, stop = min(self.start_of(first), hunk.start), max(int(self.ends[last - 1]), hunk.stop)
+        text = self.text[start : hunk.start] + hunk.text + self.text[hunk.stop : stop]
+        return Hunk(start, stop, text), (first, last)
+
+
+def _spliced(array: npt.NDArray[T], first: int, last: int, new: npt.NDArray[T]) -> npt.NDArray[T]:
+    return np.concatenate([array[:first], new, array[last:]])
