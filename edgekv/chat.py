@@ -127,6 +127,11 @@ class Chat:
         """The text the template makes, and its tokens."""
         return self._following.script
 
+    def rendered(self, *, opening: bool = False) -> str:
+        """What the template makes of all messages, with a mark in what a person spelled like a control token (see
+        :mod:`edgekv.markup`); ``opening``: with the beginning of an answer. Raises TemplateError."""
+        return self._following.render(self.messages, opening=opening)
+
     @property
     def template(self) -> Template:
         return self._following.template
@@ -204,8 +209,12 @@ class Chat:
         most = max_tokens or self.options.max_tokens
         self._go_to(turns, opening=True, reserve=min(most, self.session.engine.num_cells // _RESERVE))
         stops = PLAIN_STOPS if self.template.source == PLAIN else ()
-        self._reply = Reply(self, most, sampling, stops)
+        self._reply = Reply(self, self.session.generate(most, sampling=sampling, stop=stops, special=True))
         return self._reply
+
+    def settle(self) -> None:
+        """Read what the template writes behind the last answer; the next message would do so, too."""
+        self._go_to(self.turns, opening=False)
 
     def _turn(self, message: Message) -> Turn:
         if message.role == "system" and not any(turn.name == "system" for turn in self.turns):
@@ -215,7 +224,7 @@ class Chat:
 
     def _go_to(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int = 0) -> None:
         """Make room, then follow the template there. Ctrl-C waits for a place where text and tokens agree."""
-        self._settle()
+        self._end_reply()
         with uninterrupted():
             self._go_on_to(turns, opening=opening, reserve=reserve)
 
@@ -250,7 +259,7 @@ class Chat:
             self._summarise(old, kept=kept)
         return self._room.hide_cuts(cuts, then=self.options.then)
 
-    def _settle(self) -> None:
+    def _end_reply(self) -> None:
         """An answer that is still open ends where it is."""
         if self._reply is not None:
             self._reply.close()
@@ -262,15 +271,9 @@ class Chat:
     def opening(self) -> str:
         return self._following.opening
 
-    def generation(self, max_tokens: int, sampling: Sampling | None, stop: tuple[str, ...]) -> Generation:
-        return self.session.generate(max_tokens, sampling=sampling, stop=stop, special=True)
-
-    def keep(self, generation: Generation) -> None:
-        """What a generation said is part of the conversation."""
+    def ended(self, reply: Reply, generation: Generation) -> Message:
+        """What a generation said is part of the conversation: the answer as a message, and its turn."""
         self._following.take(generation)
-
-    def ended(self, reply: Reply) -> Message:
-        """The answer as a message, and its turn."""
         start = self._following.said_from
         answer = answers.parse(self.script.text[start:], self.opening)
         plain = self._following.markup.plain
@@ -286,13 +289,14 @@ class Chat:
         """Whether a block of reasoning that is to be hidden has got its summary."""
         return any(policy.finished(raw, after) for policy in self._block_markers)
 
-    def hide_blocks(self) -> list[Receipt]:
+    def hide_blocks(self, generation: Generation) -> list[Receipt]:
         """Hide the blocks of the answer that is being said, as a model trained for it expects: the next token still
         comes from the logits that saw them."""
-        start = self._following.said_from
-        blocks = [b for policy in self._block_markers for b in policy.finished(self.script.text[start:])]
-        places = [self.script.inside(start + a, start + b) for a, b in blocks]
-        return self._room.hide(self.script.index[i] for a, b in places for i in range(a, b))
+        said = self._following.markup.said(np.asarray(generation.tokens, np.int32))
+        script, index = Script.empty().appended(said, 0), self._following.indexes_of(generation)
+        blocks = [script.inside(a, b) for policy in self._block_markers for a, b in policy.finished(said.text)]
+        with self.session.midway():
+            return self._room.hide(i for a, b in blocks for i in index[a:b].tolist())
 
     @property
     def _block_markers(self) -> list[BlockMarkers]:
@@ -300,19 +304,22 @@ class Chat:
         return [] if policy is None else [p for p in policy.parts if isinstance(p, BlockMarkers)]
 
     def room_to_go_on(self) -> list[Receipt]:
-        """Free cells for an answer that ran out of them. Raises ContextFull."""
-        return self._room.make(self.options.policy, _GO_ON, 0)
+        """Free cells for an answer that runs out of them. Raises ContextFull."""
+        if self.session.engine.cells_free >= _BESIDE:
+            return []
+        with self.session.midway():
+            return self._room.make(self.options.policy, _GO_ON, 0)
 
     # -- hiding -------------------------------------------------------------------------------------------------
 
     def mask(self, target: Target) -> Receipt:
         """As Session.mask."""
-        self._settle()
+        self._end_reply()
         return self.session.mask(target, then=self.options.then)
 
     def unmask(self, target: Target) -> Receipt:
         """As Session.unmask, but what the template has dropped stays hidden."""
-        self._settle()
+        self._end_reply()
         wanted = [np.arange(a, b) for a, b in self.session.resolve(target)]
         hidden = np.concatenate([self.session.indexes(State.MASKED), self.session.indexes(State.PARKED)])
         back = np.setdiff1d(np.intersect1d(np.concatenate(wanted), hidden), self._dropped)
@@ -322,17 +329,17 @@ class Chat:
 
     def park(self, target: Target) -> Receipt:
         """As Session.park."""
-        self._settle()
+        self._end_reply()
         return self.session.park(target)
 
     def evict(self, target: Target) -> Receipt:
         """As Session.evict."""
-        self._settle()
+        self._end_reply()
         return self.session.evict(target)
 
     def undo(self) -> Receipt:
         """Take the newest edit back, as Session.undo. Raises BadState for one that changed the conversation's text."""
-        self._settle()
+        self._end_reply()
         edit = self.session.last_edit
         if edit is not None and (edit.verb in ("insert", "replace", "rewind") or self._touches_dropped(edit)):
             raise BadState(
@@ -353,7 +360,7 @@ class Chat:
 
     def pin(self, target: Target, *, pinned: bool = True) -> tuple[str, ...]:
         """Keep turns and other spans from every policy, or no longer; returns the names of those in the target."""
-        self._settle()
+        self._end_reply()
         place = self.session.resolve(target)
         spans = [s for s in self.session.spans if any(a <= s.start and s.stop <= b for a, b in place) and len(s)]
         if not spans:
@@ -379,7 +386,7 @@ class Chat:
         kept: the summary stays on the cache as it was generated, with everything in view, at the end of the
         conversation; else it is made on a fork of what is summed up and read again in its place, clean of it.
         """
-        self._settle()
+        self._end_reply()
         cuts = tuple(replace(cut, summarise=True) for cut in policies.keep_turns(keep).plan(self.view()))
         if cuts:
             self._hide(cuts, policies.summarize_oldest(kept=kept))
@@ -417,7 +424,7 @@ class Chat:
     def set_system(self, content: str) -> None:
         """Another system text, in the place of the old one; what stands behind it is not read again, and was computed
         with the old one in view. Raises TemplateError, ContextFull."""
-        self._settle()
+        self._end_reply()
         first, message = self.turns[:1], Message("system", content)
         if first and first[0].message.role == "system":
             turns = (replace(first[0], message=replace(first[0].message, content=content)), *self.turns[1:])
@@ -427,14 +434,14 @@ class Chat:
 
     def attach(self, path: str | os.PathLike[str], *, name: str | None = None) -> Receipt:
         """Take in a KV module between two turns, as Session.attach; it belongs to no message, and policies leave it."""
-        self._go_to(self.turns, opening=False)
+        self.settle()
         return self.session.attach(path, name=name, tags=["document", PINNED])
 
     # -- branches and files -------------------------------------------------------------------------------------
 
     def fork(self) -> Chat:
         """A second conversation that goes on from here on the same cells; close its session when it is done with."""
-        self._settle()
+        self._end_reply()
         return self._forked(self.session.fork())
 
     def _forked(self, session: Session) -> Chat:
@@ -445,7 +452,7 @@ class Chat:
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """As Session.save, with the messages; :meth:`load` goes on from there. Options are not kept."""
-        self._settle()
+        self._end_reply()
         self.session.memo = memos.write(self._following, self._room.hidden, self._count)
         return self.session.save(path)
 

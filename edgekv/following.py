@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from .columns import State
 from .errors import MaskUnsupported, TemplateError
 from .generation import Generation
 from .markup import Lexed, Markup
@@ -127,6 +128,8 @@ class Following:
         length = len(self.script.text)
         middle = [hunk for hunk in ahead.hunks if hunk.stop < length]
         tail = next((hunk for hunk in ahead.hunks if hunk.stop == length), None)
+        if tail is not None and tail.start < length:
+            ahead = replace(ahead, turns=self._without_end(ahead.turns, self.script.tokens_in(tail.start, length)[0]))
         bounds = self._bounds(ahead, tail)
         for hunk in reversed(middle):
             self._edit(hunk)
@@ -257,11 +260,19 @@ class Following:
         """What a generation that has ended said is part of the text."""
         ids = np.asarray(generation.tokens, np.int32)
         self.session.unmark(generation.span.name)
-        lexed, script = self.markup.said(ids), self.script
-        index = self.session.indexes()[len(self.session.indexes()) - len(ids) :]
-        at = len(script)
-        script = script.appended(lexed, 0, said=True)
-        self.script = replace(script, index=np.concatenate([script.index[:at], index]))
+        script = self.script.appended(self.markup.said(ids), 0, said=True)
+        index = np.concatenate([self.script.index, self.indexes_of(generation)])
+        self.script = replace(script, index=index)
+
+    def indexes_of(self, generation: Generation) -> npt.NDArray[np.int64]:
+        """The index of each token a generation has said."""
+        index = np.arange(max(0, generation.start_index), len(self.session.tokens))
+        return np.setdiff1d(index, self.session.indexes(State.DROPPED))  # a stop string was dropped
+
+    def _without_end(self, turns: tuple[Turn, ...], number: int) -> tuple[Turn, ...]:
+        """The turns when the tokens from that one on are dropped: one that loses its beginning is not read."""
+        gone = set(self.script.index[number:].tolist())
+        return tuple(replace(turn, range=(0, 0), parts=()) if turn.range[0] in gone else turn for turn in turns)
 
     def back_to(self, count: int) -> None:
         """Drop all behind the first ``count`` turns."""
@@ -325,11 +336,10 @@ class Following:
     def _extended(self, turn: Turn, stop: int) -> Turn:
         """Up to a character, over tokens that follow one another."""
         number = int(np.searchsorted(self.script.ends, stop, side="right"))
-        index, end = self.script.index[:number], turn.range[1]
-        after = np.flatnonzero(index == end)
-        while len(after) and after[0] < number and index[after[0]] == end:
-            end, after = end + 1, after + 1
-        return replace(turn, range=(turn.range[0], end))
+        first = np.flatnonzero(self.script.index == turn.range[0])
+        if not len(first) or first[0] >= number:
+            return turn
+        return replace(turn, range=(turn.range[0], self._on_from(turn.range[0], self.script.index[first[0] : number])))
 
     def _place(self, content: str, start: int, stop: int) -> Range | None:
         """The index range of a content in a stretch of the text, without delimiters; None where it is not there."""
@@ -349,12 +359,17 @@ class Following:
         """From the first of these tokens on, as far as indexes follow one another: what was put in between two of
         them belongs to the range by itself."""
         index = self.script.index[first:last]
-        if not len(index):
-            return (0, 0)
-        stop = int(index[0])
+        return (int(index[0]), self._on_from(int(index[0]), index)) if len(index) else (0, 0)
+
+    def _on_from(self, stop: int, index: npt.NDArray[np.int64]) -> int:
+        """How far indexes of tokens follow one another from ``stop`` on, those that were dropped left out."""
+        gone = np.zeros(len(self.session.tokens) + 1, np.int64)
+        gone[self.session.indexes(State.DROPPED) + 1] = 1
+        gone = np.cumsum(gone)
         for number in index.tolist():
-            stop += number == stop
-        return (int(index[0]), stop)
+            if number >= stop and gone[number] - gone[stop] == number - stop:
+                stop = number + 1
+        return stop
 
     def _find_system(self) -> None:
         """Where the system text stands now: some templates move it."""

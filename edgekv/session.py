@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +169,22 @@ class Session(Keeping):
             Host(self._transcript), Request(max_tokens, sampling or self.sampling, stops, name, role, special)
         )
         return self._generation
+
+    @contextlib.contextmanager
+    def midway(self) -> Iterator[None]:
+        """A block in which verbs do not end a generation that is open: what they hide or show, its next token obeys.
+
+        Where the block reads tokens, or drops some, the generation ends behind it all the same.
+        """
+        with self.lock:
+            generation, self._generation = self._generation, None
+            length = len(self._ledger), self._ledger.count(State.DROPPED)
+            try:
+                yield
+            finally:
+                if generation is not None and (len(self._ledger), self._ledger.count(State.DROPPED)) != length:
+                    generation.close()
+                self._generation = generation or self._generation
 
     @verb
     def fork(self) -> Session:
