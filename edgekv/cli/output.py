@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -31,6 +32,7 @@ Unit = Literal["B", "%", "tokens", "steps", ""]  # "%": the counts themselves me
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PIPED_WIDTH = 160  # wide enough that a table keeps one row a line for grep
+_BAR_AFTER_S = 0.5
 _PLAIN_STEP = 10  # percent
 _PLAIN_FIRST_S = 1.0
 _PLAIN_EVERY_S = 2.0
@@ -135,9 +137,17 @@ def _bar(description: str, total: int, unit: Unit, *, eta: bool) -> Iterator[Upd
         rp.TimeElapsedColumn(),
         *((rp.TextColumn("left:"), rp.TimeRemainingColumn()) if eta else ()),
     )
-    with rp.Progress(*columns, console=talk(), transient=True) as drawn:
-        task = drawn.add_task(description, total=total or None)
+    drawn = rp.Progress(*columns, console=talk(), transient=True)
+    task = drawn.add_task(description, total=total or None)
+    timer = threading.Timer(_BAR_AFTER_S, drawn.start)  # what is done by then needs no bar
+    timer.daemon = True
+    timer.start()
+    try:
         yield lambda done, total: drawn.update(task, completed=done, total=total or None)
+    finally:
+        timer.cancel()
+        timer.join()  # or it would begin to draw behind our back
+        drawn.stop()
 
 
 class PlainProgress:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from datetime import datetime
 from functools import reduce
 from typing import Any, Final
@@ -17,13 +18,15 @@ from jinja2.sandbox import safe_range
 from jinja2.utils import Namespace, pass_context, pass_environment
 from markupsafe import escape
 
-from edgekv.template.budget import ITEM, Refused, key, measured, number, size_of, spend, text_of, weigh
+from edgekv.template.budget import DEEPEST, ITEM, Refused, key, measured, number, size_of, spend, text_of, weigh
 from edgekv.template.methods import METHODS, Function, contained, count_breaks, join, percent, replace
 
 _JINJA: Final[dict[str, Any]] = {**filters.FILTERS}
 _JINJA_TESTS: Final[dict[str, Any]] = {**tests.TESTS}
 _NUMERAL: Final = 100  # characters that are read as a number
 _PATH: Final = 1000  # characters of a path of attributes
+_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_BRACKET: Final = re.compile(r"[][{}]")
 _INDENT: Final = 8  # spaces, and characters of a separator, in JSON
 
 
@@ -72,6 +75,11 @@ def _tojson(
 
 def _from_json(text: str) -> Any:
     spend(40 * len(text))  # "[[],[],": three characters become a list
+    depth = 0
+    for bracket in _BRACKET.findall(_STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        if depth > DEEPEST:  # CPython reads it by recursion
+            raise Refused("it nests lists too deep")
     return json.loads(text)
 
 

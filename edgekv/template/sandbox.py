@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.lexer import Token, TokenStream
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,7 +24,8 @@ from edgekv.template import filters, methods
 from edgekv.template.budget import DEEPEST, ITEM, SIZED, Refused, in_use, key, measured, named, number, spend, text_of
 
 FILE: Final = "<chat template>"  # what tracebacks name its code
-_MOST_NODES: Final = 10_000  # of the syntax tree; the largest that llama.cpp carries has 2,500
+_MOST_TOKENS: Final = 40_000  # the longest template that llama.cpp carries has 4,500, and a tree of 2,500 nodes
+_MOST_NODES: Final = 10_000
 _MOST_NESTED: Final = 120  # brackets, blocks, prefixes; each takes several frames of the parser
 _MOST_CALLS: Final = 50  # macros that wait for one another: those that write a JSON schema call themselves
 _NODE: Final = 10  # units of a node, each time a loop or a macro may come to it
@@ -39,10 +41,16 @@ _NODES: Final = {
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-class _Generation(Extension):
-    """``{% generation %}`` marks the answers for a training run; here it says nothing."""
+class _Reading(Extension):
+    """``{% generation %}``, which marks the answers for a training run, says nothing here; and tokens are counted."""
 
     tags = {"generation"}  # noqa: RUF012 - declared as Jinja does
+
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        for count, token in enumerate(stream):
+            if count == _MOST_TOKENS:
+                raise Refused("it has more parts than a chat template needs", token.lineno)
+            yield token
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -89,7 +97,9 @@ def _check(tree: nodes.Template) -> None:
 
 def _check_node(node: nodes.Node) -> None:
     kind = type(node).__name__
-    if kind not in _NODES or (isinstance(node, nodes.For) and node.recursive):
+    if isinstance(node, nodes.For) and node.recursive:
+        raise Refused("it uses a recursive loop, which chat templates do without", node.lineno)
+    if kind not in _NODES:
         raise Refused(f"it uses '{kind}', which chat templates do without", node.lineno)
     if isinstance(node, (nodes.Call, nodes.Filter, nodes.Test)) and (node.dyn_args or node.dyn_kwargs):
         raise Refused("it passes arguments with a '*', which chat templates do without", node.lineno)
@@ -206,7 +216,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
+            extensions=["jinja2.ext.loopcontrols", _Reading],
             optimized=False,  # nothing is calculated, unpaid, while it is compiled
             finalize=pass_context(lambda _, value: text_of(value)),  # nor printed then, as it asks for the context
         )

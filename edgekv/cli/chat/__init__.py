@@ -107,11 +107,12 @@ def chat(as_json: bool, **values: Any) -> int:
     options = _options(given)  # refused before a model is opened
     with contextlib.ExitStack() as stack:
         state = loop.State([], None)  # type: ignore[arg-type]
-        state.screen = screen.open_screen(
-            as_json=as_json,
+        look = screen.Look(
             complete=lambda text: commands.complete(state, text),
             status=lambda width: loop.status(state, width),
+            prompt=lambda: loop.prompt(state),
         )
+        state.screen = screen.open_screen(look, as_json=as_json)
         state.branches.append(stack.enter_context(_opened(given, options, state)))
         stack.callback(_close_forks, state)
         _greet(state, given)

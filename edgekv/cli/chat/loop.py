@@ -68,11 +68,13 @@ class Loop:
             else:
                 self.ask(line)
         except KeyboardInterrupt:
-            self.state.screen.note("interrupted: nothing was changed by it" if line.startswith("/") else "interrupted")
+            self.state.screen.note(
+                f"interrupted: {'nothing was changed' if line[0] == '/' else 'nothing of it was read'}"
+            )
         except SessionBroken as err:
             self._failed(f"{err}; /load brings back what was saved")
         except ContextFull as err:
-            self._failed(f"{err} (the conversation is as it was; /set policy, /mask or /evict make room)")
+            self._failed(f"{err}. The conversation is as it was")
         except (EdgekvError, OSError) as err:
             self._failed(str(err))
 
@@ -151,6 +153,11 @@ def status(state: State, width: int) -> str:
         state.chat.session.model.path.name,
     ]
     return _fitted(parts, width)
+
+
+def prompt(state: State) -> str:
+    forks = len(state.branches) - 1
+    return f"fork {forks}> " if forks else "> "
 
 
 def _fitted(parts: Iterable[str], width: int) -> str:

@@ -6,7 +6,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import click
 
@@ -144,16 +145,26 @@ def _message(line: str) -> str:
     return f" {text}" if text.startswith("/") else text
 
 
-Complete = Callable[[str], Iterable[str]]
+@dataclass(frozen=True)
+class Look:
+    """What a terminal asks while a person types: what a word may become, the status line for a width, the prompt."""
+
+    complete: Callable[[str], Iterable[str]]
+    status: Callable[[int], str]
+    prompt: Callable[[], str]
 
 
-def open_screen(*, as_json: bool, complete: Complete, status: Callable[[int], str]) -> Screen:
+def open_screen(look: Look, *, as_json: bool) -> Screen:
     """The screen that suits stdin and stdout."""
     if as_json:
         return Events()
-    both = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
-    if not both:
-        return Plain(interactive=sys.stdin is not None and sys.stdin.isatty())
+    types, shows = _is_terminal(sys.stdin), _is_terminal(sys.stdout)
+    if not (types and shows):
+        return Plain(interactive=types)
     from edgekv.cli.chat.terminal import Terminal
 
-    return Terminal(complete, status)
+    return Terminal(look)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()

@@ -14,15 +14,15 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output.color_depth import ColorDepth
+from rich.text import Text
 
 from edgekv.cli.chat.screen import Plain
-from edgekv.cli.output import console
+from edgekv.cli.chat.wrapping import Wrap
+from edgekv.cli.output import console, talk
 from edgekv.wording import harmless
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from edgekv.cli.chat.screen import Complete
+    from edgekv.cli.chat.screen import Look
     from edgekv.reply import Reply
 
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
@@ -32,48 +32,57 @@ class Terminal(Plain):
     """Enter sends, Alt-Enter (or Ctrl-J) begins a line; a paste of many lines is one message. Ctrl-C takes back what
     was typed, Ctrl-D on an empty line ends."""
 
-    def __init__(self, complete: Complete, status: Callable[[int], str]) -> None:
+    def __init__(self, look: Look) -> None:
         super().__init__()
         self._out = console()
-        self._status = status
-        self._thinking = self._open = False
+        self._look = look
+        self._thinking = False
+        self._wrap: Wrap | None = None
         self._prompt: PromptSession[str] = PromptSession(
             history=_history(),
-            completer=_Commands(complete),
+            completer=_Commands(look),
             complete_while_typing=False,
             key_bindings=_keys(),
             multiline=True,
-            bottom_toolbar=self._toolbar,
+            bottom_toolbar=lambda: look.status(self._out.size.width),
             prompt_continuation=lambda _width, _line, _wrapped: "… ",
             color_depth=ColorDepth.DEPTH_1_BIT if self._out.no_color else None,
-            enable_open_in_editor=True,
         )
-        self.branch = ""
-
-    def _toolbar(self) -> str:
-        return self._status(self._out.size.width)
 
     def lines(self) -> Iterator[str]:
         while True:
             try:
-                yield self._prompt.prompt(f"{self.branch}> ")
+                yield self._prompt.prompt(self._look.prompt())
             except EOFError:  # noqa: PERF203
                 return
 
     def piece(self, kind: str, text: str) -> None:
         thinking = kind == "thinking"
         if thinking != self._thinking:
+            self._end_part()
             self._style(_DIM if thinking else _RESET)
-            if not thinking:
-                click.echo("\n")
+            click.echo("" if thinking else "\n", nl=not thinking)
             self._thinking = thinking
-        click.echo(harmless(text), nl=False)
+        self._wrap = self._wrap or Wrap(self._out.size.width)
+        click.echo(self._wrap.feed(harmless(text)), nl=False)
+
+    def _end_part(self) -> None:
+        if self._wrap is not None:
+            click.echo(self._wrap.finish(), nl=False)
+        self._wrap = None
+
+    def note(self, text: str) -> None:
+        talk().print(text, style="dim", markup=False)
+
+    def error(self, text: str) -> None:
+        talk().print(Text.assemble(("error: ", "red"), text))
 
     def _style(self, code: str) -> None:
         if not self._out.no_color:
             click.echo(code, nl=False)
 
     def answered(self, reply: Reply, facts: dict[str, Any]) -> None:
+        self._end_part()
         if self._thinking:
             self._style(_RESET)
             self._thinking = False
@@ -83,15 +92,15 @@ class Terminal(Plain):
 class _Commands(Completer):
     """Completes commands and what stands behind them."""
 
-    def __init__(self, complete: Complete) -> None:
-        self._complete = complete
+    def __init__(self, look: Look) -> None:
+        self._look = look
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:  # noqa: ARG002
         text = document.text_before_cursor
         if not text.startswith("/") or "\n" in text:
             return
         word = text.rsplit(" ", 1)[-1]
-        for found in self._complete(text):
+        for found in self._look.complete(text):
             yield Completion(found, start_position=-len(word))
 
 
