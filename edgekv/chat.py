@@ -62,6 +62,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.spill not in ("evict", "park"):
             raise UsageError(f"spill is 'evict' or 'park', not {self.spill!r}")
+        if self.then not in ("none", "auto", "recompute"):
+            raise UsageError(f"then is 'none', 'auto' or 'recompute', not {self.then!r}")
         if self.max_tokens < 1 or self.summary_tokens < 1:
             raise UsageError("an answer and a summary take at least one token")
 
@@ -313,29 +315,29 @@ class Chat:
     # -- hiding -------------------------------------------------------------------------------------------------
 
     def mask(self, target: Target) -> Receipt:
-        """As Session.mask."""
+        """As Session.mask; of a first turn, the tokens that draw attention as sinks stay."""
         self._end_reply()
-        return self.session.mask(target, then=self.options.then)
+        return self.session.mask(self._room.but_sinks(target), then=self.options.then)
 
     def unmask(self, target: Target) -> Receipt:
         """As Session.unmask, but what the template has dropped stays hidden."""
         self._end_reply()
-        wanted = [np.arange(a, b) for a, b in self.session.resolve(target)]
+        wanted = self.session.indexes_of(target)
         hidden = np.concatenate([self.session.indexes(State.MASKED), self.session.indexes(State.PARKED)])
-        back = np.setdiff1d(np.intersect1d(np.concatenate(wanted), hidden), self._dropped)
+        back = np.setdiff1d(np.intersect1d(wanted, hidden), self._dropped)
         receipt = self.session.unmask(self.session.ranges(back) if len(back) else target)
         self._room.shown()
         return receipt
 
     def park(self, target: Target) -> Receipt:
-        """As Session.park."""
+        """As Session.park, and :meth:`mask`."""
         self._end_reply()
-        return self.session.park(target)
+        return self.session.park(self._room.but_sinks(target))
 
     def evict(self, target: Target) -> Receipt:
-        """As Session.evict."""
+        """As Session.evict, and :meth:`mask`."""
         self._end_reply()
-        return self.session.evict(target)
+        return self.session.evict(self._room.but_sinks(target))
 
     def undo(self) -> Receipt:
         """Take the newest edit back, as Session.undo. Raises BadState for one that changed the conversation's text."""
@@ -361,8 +363,8 @@ class Chat:
     def pin(self, target: Target, *, pinned: bool = True) -> tuple[str, ...]:
         """Keep turns and other spans from every policy, or no longer; returns the names of those in the target."""
         self._end_reply()
-        place = self.session.resolve(target)
-        spans = [s for s in self.session.spans if any(a <= s.start and s.stop <= b for a, b in place) and len(s)]
+        place = self.session.indexes_of(target)
+        spans = [s for s in self.session.spans if len(s) and np.isin(self.session.indexes_of(s), place).all()]
         if not spans:
             raise UsageError("no whole span lies in that target; name one")
         self._following.turns = tuple(self._pinned(turn, spans, pinned) for turn in self.turns)

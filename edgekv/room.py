@@ -16,7 +16,7 @@ from .planner import NUM_SINKS
 from .policies import Cut, Policy, View
 from .receipts import Receipt
 from .session import Session
-from .spans import Range
+from .spans import Range, Target
 from .turns import TURN
 
 _AT_ONCE: Final = 8  # a share of the cache: as much is made free at a time, so that it happens seldom
@@ -68,13 +68,23 @@ class Room:
         return self._mask(np.unique(np.fromiter(indexes, np.int64)), refresh_last=False)
 
     def _mask(self, indexes: npt.NDArray[np.int64], *, then: str = "none", refresh_last: bool = True) -> list[Receipt]:
-        visible = self._session.indexes()
-        here = np.setdiff1d(np.intersect1d(indexes, visible), [*range(NUM_SINKS), *visible[:NUM_SINKS]])
+        here = np.setdiff1d(np.intersect1d(indexes, self._session.indexes()), self._sinks)
         if not len(here):
             return []
         receipt = self._session.mask(self._session.ranges(here), then=then, refresh_last=refresh_last)
         self.hidden = np.union1d(self.hidden, here)
         return [receipt]
+
+    @property
+    def _sinks(self) -> npt.NDArray[np.int64]:
+        """The first tokens, and those that are the first in view."""
+        return np.concatenate([np.arange(NUM_SINKS), self._session.indexes()[:NUM_SINKS]])
+
+    def but_sinks(self, target: Target) -> Target:
+        """A target without sinks; as it is where it is nothing else, which the session refuses."""
+        index = self._session.indexes_of(target)
+        left = np.setdiff1d(index, self._sinks)
+        return self._session.ranges(left) if 0 < len(left) < len(index) else target
 
     def mine(self, ranges: Iterable[Range]) -> None:
         """What the template hid."""

@@ -223,10 +223,10 @@ class Session(Keeping):
             self._check_name(name)
         return self._spans.put(span)
 
-    def resolve(self, target: Target) -> list[Range]:
-        """The index ranges a target selects, sorted and disjoint. Raises UnknownSpan, UsageError."""
+    def indexes_of(self, target: Target) -> npt.NDArray[np.int64]:
+        """int64 (n,): the indexes of a target's tokens, in reading order. Raises UnknownSpan, UsageError."""
         with self.lock:
-            return self._spans.resolve(target)
+            return self._ledger.places.indexes_of(np.flatnonzero(self._rows(target)))
 
     def ranges(self, indexes: npt.NDArray[np.int64]) -> list[Range]:
         """A target of these tokens and no others: a range also selects what was put in between two of its indexes, so

@@ -24,7 +24,7 @@ from edgekv.template import filters, methods
 from edgekv.template.budget import DEEPEST, ITEM, SIZED, Refused, in_use, key, measured, named, number, spend, text_of
 
 FILE: Final = "<chat template>"  # what tracebacks name its code
-_MOST_TOKENS: Final = 40_000  # the longest template that llama.cpp carries has 4,500, and a tree of 2,500 nodes
+_MOST_TOKENS: Final = 20_000  # the longest template that llama.cpp carries has 2,500, and as many nodes
 _MOST_NODES: Final = 10_000
 _MOST_NESTED: Final = 120  # brackets, blocks, prefixes; each takes several frames of the parser
 _MOST_CALLS: Final = 50  # macros that wait for one another: those that write a JSON schema call themselves

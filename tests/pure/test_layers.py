@@ -135,8 +135,8 @@ def test_public_names() -> None:
 
 SESSION = {
     "append", "attach", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "indexes",
-    "influenced_by", "insert", "last_edit", "load", "lock", "logits", "logits_over", "mark", "mask", "masked", "model",
-    "park", "progress", "ranges", "recompute", "replace", "resolve", "rewind", "save", "score", "span", "spans", "states",
+    "indexes_of", "influenced_by", "insert", "last_edit", "load", "lock", "logits", "logits_over", "mark", "mask", "masked", "model",
+    "midway", "park", "progress", "ranges", "recompute", "replace", "rewind", "save", "score", "span", "spans", "states",
     "stats", "text", "tokens", "undo", "unmark", "unmask", "visible_tokens",
 }  # fmt: skip
 

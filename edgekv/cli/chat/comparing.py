@@ -71,16 +71,14 @@ def _hidden(chat: Chat, target: Target | None, question: int) -> np.ndarray[Any,
     turn."""
     index, session = chat.script.index[:question], chat.session
     if target is not None:
-        ranges = session.resolve(target)
+        chosen = session.indexes_of(target)
     else:
         now = ~np.isin(index, session.indexes())
         if now.any():
             return np.asarray(now)
         turns = [t for t in chat.turns if t.read and t.message.role != "system" and t.range[1] <= index.max() + 1]
-        ranges = [max(turns, key=lambda turn: turn.range[1] - turn.range[0]).range]
-    found = np.zeros(len(index), np.bool_)
-    for start, stop in ranges:
-        found |= (index >= start) & (index < stop)
+        chosen = session.indexes_of(max(turns, key=lambda turn: turn.range[1] - turn.range[0]).range)
+    found = np.isin(index, chosen)
     found[:4] = False
     return found
 
