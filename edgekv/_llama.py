@@ -2,6 +2,7 @@
 
 Everything above talks to llama.cpp through ``lib`` (the ctypes names of ``llama_cpp.llama_cpp``), never through
 ``llama_cpp.Llama``: that class owns positions itself, drops cells of other sequences and cannot set ``kv_unified``.
+(:func:`open_llama` opens one to be measured against.)
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp.llama_cpp as _lib
+
+if TYPE_CHECKING:
+    from .settings import Settings
 
 lib: Any = _lib  # the ctypes names carry no usable types
 
@@ -84,6 +88,32 @@ def json_schema_to_gbnf(schema: str) -> str:
     from llama_cpp.llama_grammar import json_schema_to_gbnf as convert
 
     return str(convert(schema))
+
+
+def open_llama(path: str, settings: Settings, template: str, bos: str, eos: str, seed: int = 0) -> Any:
+    """llama-cpp-python's own class, to be measured against: silent, on the CPU, in a context like an Engine's, leading
+    chats in that template. Raises ValueError where llama.cpp refuses."""
+    from llama_cpp import Llama
+    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+    return Llama(
+        path,
+        n_ctx=settings.n_ctx,
+        n_batch=settings.n_batch,
+        n_ubatch=settings.n_batch,
+        n_threads=settings.threads,
+        n_threads_batch=settings.threads,
+        flash_attn=settings.flash_attention,
+        type_k=KV_TYPE_IDS[settings.kv_type],
+        type_v=KV_TYPE_IDS[settings.kv_type],
+        swa_full=True,
+        n_gpu_layers=0,
+        offload_kqv=False,
+        op_offload=False,
+        seed=seed,
+        chat_handler=Jinja2ChatFormatter(template, eos_token=eos, bos_token=bos).to_chat_handler(),
+        verbose=False,
+    )
 
 
 def last_messages(limit: int = 2) -> str:

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "edgekv.cli.compare:compare",
         "Measure mask-and-continue against restart, on your model, text and CPU",
     ),
+    "bench": ("edgekv.cli.bench:bench", "Measure long conversations, beside the other ways to lead them"),
     "chat": ("edgekv.cli.chat:chat", "Talk with a model, offline, for as long as you like"),
     "run": ("edgekv.cli.run:run", "Read files as named parts, hide some of them, ask a question"),
     "prefill": (

@@ -83,13 +83,13 @@ def compare(
         (path, kind) for path, kind in ((json_to, "json"), (html_to, "html"), (csv_to, "csv")) if path is not None
     ]
     for path, kind in wanted:
-        _check_writable(path, kind)
+        check_writable(path, kind)
     report = _measure(model, _options(given))
     if json_to == "-":
         click.echo(report.json(), nl=False)
     else:
         _show(report)
-    _write_all([(Path(path), getattr(report, kind)()) for path, kind in wanted if path != "-"])
+    write_all([(Path(path), getattr(report, kind)()) for path, kind in wanted if path != "-"])
     return _code(report, fail_if)
 
 
@@ -119,7 +119,7 @@ def _measure(model: str, options: Options) -> Report:
         return compare.run(model, options, watch=lambda _what, done, total: update(done, total))
 
 
-def _check_writable(name: str, kind: str) -> None:
+def check_writable(name: str, kind: str) -> None:
     """Raise UsageError for a place where no file can be, before minutes are spent on measuring."""
     path = Path(name)
     if name == "-" and kind != "json":
@@ -128,7 +128,7 @@ def _check_writable(name: str, kind: str) -> None:
         raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'there is no such folder'}")
 
 
-def _write_all(texts: Sequence[tuple[Path, str]]) -> None:
+def write_all(texts: Sequence[tuple[Path, str]]) -> None:
     """Write what can be written; raises UsageError for the rest."""
     failed = [said for path, text in texts if (said := _written(path, text))]
     if failed:

@@ -138,7 +138,11 @@ def _guard(name: str, *args: Any) -> nodes.Call:
 
 
 def _payment(node: nodes.Node) -> nodes.Const:
-    return nodes.Const(_NODE * sum(1 for _ in node.find_all(nodes.Node)), lineno=node.lineno)
+    """Units for one round of a loop, or one call of a macro, that leaves nothing out."""
+    inside = node.find_all(nodes.Node)
+    return nodes.Const(
+        sum(ITEM if isinstance(n, (nodes.List, nodes.Dict)) else _NODE for n in inside), lineno=node.lineno
+    )
 
 
 class _Guards(NodeTransformer):

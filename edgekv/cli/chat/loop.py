@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -39,24 +40,26 @@ class Loop:
 
     def __init__(self, state: State) -> None:
         self.state = state
+        self._interrupted = False
 
     def run(self) -> int:
-        lines, interrupted = self.state.screen.lines(), False
-        while not self.state.ended:
+        while True:
             try:
-                line = next(lines, None)
-            except KeyboardInterrupt:
-                if interrupted:
-                    break
-                interrupted = True
+                self._read_lines()
+                return int(self.state.failed)
+            except KeyboardInterrupt:  # at the prompt
+                if self._interrupted:
+                    return int(self.state.failed)
+                self._interrupted = True
                 self.state.screen.note("Ctrl-C again, Ctrl-D or /exit ends the chat")
-                lines = self.state.screen.lines()
-                continue
-            if line is None:
-                break
-            interrupted = False
-            self.line(line)
-        return int(self.state.failed)
+
+    def _read_lines(self) -> None:
+        with contextlib.closing(self.state.screen.lines()) as lines:
+            for line in lines:
+                self._interrupted = False
+                self.line(line)
+                if self.state.ended:
+                    return
 
     def line(self, line: str) -> None:
         """One line, to its end; what goes wrong is said."""

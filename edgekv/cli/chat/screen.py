@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -26,7 +26,7 @@ FENCE = '"""'  # a message of several lines stands between two of these, where t
 class Screen(Protocol):
     """What the loop needs of one."""
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> Generator[str, None, None]:
         """What a person enters, message by message; ends with the input. Raises KeyboardInterrupt."""
 
     def piece(self, kind: str, text: str) -> None:
@@ -65,7 +65,7 @@ class Plain:
         self._interactive = interactive
         self._begun = False
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> Generator[str, None, None]:
         block: list[str] | None = None
         while line := self._read(block is not None):
             line = line.rstrip("\r\n")
@@ -110,7 +110,7 @@ class Events(Plain):
     """A JSON object a line on stdout, for other programs: every one has an "event". What comes in is a line as for a
     pipe, or {"message": TEXT}, which may hold newlines and begin with a slash."""
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> Generator[str, None, None]:
         for line in iter(sys.stdin.readline, ""):
             yield _message(line.rstrip("\r\n"))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import sys
+import termios
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +29,11 @@ if TYPE_CHECKING:
     from edgekv.reply import Reply
 
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
+_PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # whether a paste comes between marks
 
 
 class Terminal(Plain):
-    """Enter sends, Alt-Enter (or Ctrl-J) begins a line; a paste of many lines is one message. Ctrl-C takes back what
+    """Enter sends, Alt-Enter begins a line; a paste of many lines is one message. Ctrl-C takes back what
     was typed, Ctrl-D on an empty line ends."""
 
     def __init__(self, look: Look) -> None:
@@ -49,12 +53,17 @@ class Terminal(Plain):
             color_depth=ColorDepth.DEPTH_1_BIT if self._out.no_color else None,
         )
 
-    def lines(self) -> Iterator[str]:
-        while True:
-            try:
-                yield self._prompt.prompt(self._look.prompt())
-            except EOFError:  # noqa: PERF203
-                return
+    def lines(self) -> Generator[str, None, None]:
+        with _typed_ahead():
+            while (line := self._line()) is not None:
+                click.echo(_PASTES, nl=False)  # the editor has turned it off
+                yield line
+
+    def _line(self) -> str | None:
+        try:
+            return self._prompt.prompt(self._look.prompt())
+        except EOFError:
+            return None
 
     def piece(self, kind: str, text: str) -> None:
         thinking = kind == "thinking"
@@ -89,6 +98,22 @@ class Terminal(Plain):
         super().answered(reply, facts)
 
 
+@contextlib.contextmanager
+def _typed_ahead() -> Iterator[None]:
+    """What is typed or pasted while an answer comes waits, unseen and as it was typed, for the editor; Ctrl-C works."""
+    stream = sys.stdin.fileno()
+    before = termios.tcgetattr(stream)
+    mode = termios.tcgetattr(stream)
+    mode[0] &= ~termios.ICRNL
+    mode[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(stream, termios.TCSANOW, mode)
+    try:
+        yield
+    finally:
+        click.echo(_NO_PASTES, nl=False)
+        termios.tcsetattr(stream, termios.TCSANOW, before)
+
+
 class _Commands(Completer):
     """Completes commands and what stands behind them."""
 
@@ -111,8 +136,7 @@ def _keys() -> KeyBindings:
     def send(event: KeyPressEvent) -> None:
         event.current_buffer.validate_and_handle()
 
-    @keys.add("escape", "enter")
-    @keys.add("c-j")
+    @keys.add("escape", "enter")  # not Ctrl-J as well: what is typed ahead of the prompt comes with it for Enter
     def line(event: KeyPressEvent) -> None:
         event.current_buffer.newline()
 
