@@ -71,6 +71,18 @@ def parse(raw: str, prompt: str = "") -> Answer:
     return Answer(raw, text)
 
 
+def find_thinking(text: str, start: int, stop: int) -> tuple[int, int] | None:
+    """The characters of the first block of reasoning in text[start:stop], marks and blank lines behind it included;
+    None for none."""
+    for marks in MARKS:
+        begin = text.find(marks.start, start, stop)
+        end = text.find(marks.end, begin + len(marks.start), stop) if begin >= 0 else -1
+        if end >= 0:
+            behind = text[end + len(marks.end) : stop]
+            return begin, stop - len(behind.lstrip("\n"))
+    return None
+
+
 def _apart(raw: str, marks: Marks, start: int, inner: int) -> Answer:
     end = raw.find(marks.end, inner)
     if end < 0:

@@ -188,6 +188,7 @@ class Chat:
         Raises ContextFull (the policy cannot make room), TemplateError (the template refuses it); then the
         conversation is as it was.
         """
+        self._end_reply()
         message = Message(role, content, "", tuple(tool_calls), name, tuple(tags))
         self._go_to((*self.turns, self._turn(message)), opening=False)
         return self.turns[-1]
@@ -196,11 +197,13 @@ class Chat:
         self, content: str, *, max_tokens: int | None = None, sampling: Sampling | None = None, tags: Iterable[str] = ()
     ) -> Reply:
         """Read a user's message and begin the answer. Raises as :meth:`add`."""
+        self._end_reply()
         message = Message("user", content, tags=tuple(tags))
         return self._answer((*self.turns, self._turn(message)), max_tokens, sampling)
 
     def reply(self, *, max_tokens: int | None = None, sampling: Sampling | None = None) -> Reply:
         """An answer to what was said so far, such as a tool's result. Raises as :meth:`add`."""
+        self._end_reply()
         if not self.turns:
             raise UsageError("there is nothing to answer yet; ask something")
         return self._answer(self.turns, max_tokens, sampling)
@@ -216,6 +219,7 @@ class Chat:
 
     def settle(self) -> None:
         """Read what the template writes behind the last answer; the next message would do so, too."""
+        self._end_reply()
         self._go_to(self.turns, opening=False)
 
     def _turn(self, message: Message) -> Turn:
@@ -226,7 +230,6 @@ class Chat:
 
     def _go_to(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int = 0) -> None:
         """Make room, then follow the template there. Ctrl-C waits for a place where text and tokens agree."""
-        self._end_reply()
         with uninterrupted():
             self._go_on_to(turns, opening=opening, reserve=reserve)
 
@@ -235,10 +238,12 @@ class Chat:
         if self._summing:
             self._room.free(ahead.num_tokens + reserve + _BESIDE)
         else:
+            before = self.turns
             self._make_room(ahead, reserve)
-            known = {turn.name for turn in self.turns}  # a summary may have come in between
-            new = tuple(turn for turn in turns if turn.name not in known)
-            ahead = self._following.ahead((*self.turns, *new), opening=opening)
+            if self.turns != before:  # a summary has come in between
+                known = {turn.name for turn in self.turns}
+                new = tuple(turn for turn in turns if turn.name not in known)
+                ahead = self._following.ahead((*self.turns, *new), opening=opening)
         self._follow(ahead)
 
     def _follow(self, ahead: Ahead) -> None:

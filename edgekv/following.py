@@ -12,12 +12,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from . import answers
 from .columns import State
 from .errors import MaskUnsupported, TemplateError
 from .generation import Generation
 from .markup import Lexed, Markup
 from .receipts import Receipt
-from .script import Hunk, Script, changes
+from .script import Hunk, Script, changes, common
 from .session import Session
 from .spans import Range
 from .template import Template
@@ -25,6 +26,7 @@ from .turns import THINKING, TOOL_RESULT, TURN, Message, Turn
 
 #: The span of what a template says in front of a first user turn by itself.
 PREAMBLE: Final = "preamble"
+_PROBE: Final = "\ufdd1"  # a code point nobody writes
 _MOST_BACK: Final = 8  # tokens at the end that may be dropped to be tokenized together with what follows
 
 
@@ -89,8 +91,55 @@ class Following:
     def ahead(self, turns: tuple[Turn, ...], *, opening: bool) -> Ahead:
         """What it takes to get to those turns; nothing changes. Raises TemplateError."""
         text = self.render([turn.message for turn in turns], opening=opening)
-        hunks = tuple(changes(self.script.text, text, self.markup.split, self._seams(turns, text)))
+        hunks = tuple(self._changes(turns, text))
         return Ahead(turns, text, hunks, opening, sum(len(self.markup.lex(hunk.text).ids) for hunk in hunks))
+
+    def _changes(self, turns: tuple[Turn, ...], text: str) -> list[Hunk]:
+        if text.startswith(self.script.text):
+            return changes(self.script.text, text, self.markup.split)
+        return changes(self.script.text, text, self.markup.split, self._seams(turns, text), self._anchors(turns, text))
+
+    def _anchors(self, turns: tuple[Turn, ...], text: str) -> list[tuple[int, int]]:
+        """Where messages that both texts hold end in each, behind what the two begin with alike."""
+        ours, old = self.script.text, self._rendered(self.turns)
+        if not (old.startswith(ours) or ours.startswith(old)):
+            return []
+        same, new = common(ours, text), {turn.name: k for k, turn in enumerate(turns)}
+        found = [(0, 0)]
+        for k, turn in enumerate(self.turns):
+            if turn.message.role == "system" or turn.name not in new or self._end_of(turn) <= same:
+                continue
+            pair = (self._place_of(self.turns, k, old), self._place_of(turns, new[turn.name], text))
+            if pair[0] <= len(ours) and pair[0] > found[-1][0] and pair[1] > found[-1][1]:
+                found.append(pair)
+        return found[1:]
+
+    def _end_of(self, turn: Turn) -> int:
+        """The character behind a turn."""
+        here = np.flatnonzero((self.script.index >= turn.range[0]) & (self.script.index < turn.range[1]))
+        return int(self.script.ends[here[-1]]) if len(here) else 0
+
+    def _place_of(self, turns: Sequence[Turn], k: int, text: str) -> int:
+        """Where the content of a message ends in a rendered text: there another content makes another text. 0 where
+        it is not written."""
+        messages = [turn.message for turn in turns]
+        raw = messages[k].raw
+        messages[k] = replace(
+            messages[k], content=f"{messages[k].content}{_PROBE}", raw=None if raw is None else f"{raw}{_PROBE}"
+        )
+        other = self._rendered_of(messages)
+        at = common(text, other)
+        return at if other.startswith(_PROBE, at) else 0
+
+    def _rendered(self, turns: Sequence[Turn]) -> str:
+        return self._rendered_of([turn.message for turn in turns])
+
+    def _rendered_of(self, messages: Sequence[Message]) -> str:
+        """A text, "" where the template refuses."""
+        try:
+            return self.render(messages, opening=False)
+        except TemplateError:
+            return ""
 
     def _seams(self, turns: tuple[Turn, ...], text: str) -> list[int]:
         """Where new turns begin in a text that does not only go on."""
@@ -101,11 +150,8 @@ class Following:
 
     def _num_rendered(self, turns: Sequence[Turn], text: str) -> int | None:
         """How many characters of the text these turns take; None where it does not begin with them."""
-        try:
-            part = self.render([turn.message for turn in turns], opening=False)
-        except TemplateError:
-            return None
-        return len(part) if text.startswith(part) else None
+        part = self._rendered(turns)
+        return len(part) if part and text.startswith(part) else None
 
     def _find_preamble(self) -> str:
         """What the template says in front of a first user turn by itself: a date, a system text of its own."""
@@ -219,15 +265,18 @@ class Following:
         script = self.script
         if self._is_last:
             self.session.rewind(int(script.index[number]))
-        else:
-            self.session.mask(self.session.ranges(script.index[number:]), force=True)
+        elif len(here := np.intersect1d(script.index[number:], self.session.indexes())):
+            self.session.mask(self.session.ranges(here), force=True)
         self.script = script.shortened(number)
 
     @property
     def _is_last(self) -> bool:
         """Whether the end of the script is the end of the session, and can be taken back."""
-        visible, can = self.session.indexes(), bool(self.session.model.capabilities.rewind)
-        return can and bool(len(visible) and len(self.script)) and visible[-1] == self.script.index[-1]
+        session = self.session
+        if not (len(self.script) and session.model.capabilities.rewind):
+            return False
+        index = session.indexes_of((0, len(session.tokens)))
+        return bool(index[-1] == self.script.index[-1])
 
     def _lex_behind(self, text: str) -> tuple[int, Lexed]:
         """The tokens of text behind the script, and how many tokens before it give way, since the two are tokenized
@@ -329,6 +378,8 @@ class Following:
         parts: tuple[tuple[str, Range], ...] = ()
         if message.role == "tool" and (inner := self._place(message.content, start, stop)):
             parts = ((TOOL_RESULT, inner),)
+        if message.role == "assistant" and (thinking := answers.find_thinking(self.script.text, start, stop)):
+            parts = self._thinking(thinking)
         if message.role == "system" and not self._place(message.content, start, stop):
             return replace(turn, range=self._place(message.content, 0, len(self.script.text)) or (0, 0))
         return replace(turn, range=self.outline(start, stop), parts=parts)
@@ -392,11 +443,14 @@ class Following:
                 if place[0] < place[1] and (span is None or (span.range, span.tags) != (place, tags)):
                     self.session.mark(place, name, role=turn.message.role, tags=tags)
 
+    def _thinking(self, place: Range) -> tuple[tuple[str, Range], ...]:
+        """The part of a turn that characters of reasoning are."""
+        found = self._outline_of(*self.script.inside(*place))
+        return ((THINKING, found),) if found[0] < found[1] else ()
+
     def answered(self, name: str, message: Message, thinking: Range | None) -> Turn:
         """The model's own turn, which began with the opening. ``thinking``: characters of the text."""
-        parts: tuple[tuple[str, Range], ...] = ()
-        if thinking is not None and (place := self._outline_of(*self.script.inside(*thinking)))[0] < place[1]:
-            parts = ((THINKING, place),)
+        parts = self._thinking(thinking) if thinking is not None else ()
         turn = Turn(name, message, self.outline(self._opening_at, len(self.script.text)), parts)
         self.turns = (*self.turns, turn)
         self.mark([turn])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,24 +35,37 @@ class Hunk(NamedTuple):
     text: str
 
 
-def changes(old: str, new: str, split: Split, seams: Sequence[int] = ()) -> list[Hunk]:
+def changes(
+    old: str, new: str, split: Split, seams: Sequence[int] = (), anchors: Sequence[tuple[int, int]] = ()
+) -> list[Hunk]:
     """The hunks, in order and disjoint, that make ``new`` of ``old``; an append is one hunk at the end.
 
     Compared in lines and control tokens: what a template drops or moves is made of those. seams: characters of ``new``
-    at which turns begin; where new text may be said to begin at one of several places, it begins there.
+    at which turns begin; where new text may be said to begin at one of several places, it begins there. anchors:
+    characters of both, ascending, that are the same place, such as the end of a message.
     """
     if new.startswith(old):
         return [Hunk(len(old), len(old), new[len(old) :])] if len(new) > len(old) else []
-    begin = old.rfind("\n", 0, _common(old, new)) + 1
-    ours, theirs = _chunks(old[begin:], split), _chunks(new[begin:], split)
-    at = np.concatenate([[0], np.cumsum([len(c) for c in ours])]) + begin
+    begin = old.rfind("\n", 0, common(old, new)) + 1
+    edges = [(begin, begin), *(pair for pair in anchors if min(pair) > begin), (len(old), len(new))]
+    found = [
+        Hunk(hunk.start + a, hunk.stop + a, hunk.text)
+        for (a, c), (b, d) in pairwise(edges)
+        for hunk in _differences(old[a:b], new[c:d], split)
+    ]
+    return _at_seams(old, found, set(seams))
+
+
+def _differences(old: str, new: str, split: Split) -> list[Hunk]:
+    ours, theirs = _chunks(old, split), _chunks(new, split)
+    at = np.concatenate([[0], np.cumsum([len(c) for c in ours])])
     matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
     found = [
         _trimmed(old, Hunk(int(at[a]), int(at[b]), "".join(theirs[c:d])))
         for kind, a, b, c, d in matcher.get_opcodes()
         if kind != "equal"
     ]
-    return _at_seams(old, [hunk for hunk in found if hunk.start < hunk.stop or hunk.text], set(seams))
+    return [hunk for hunk in found if hunk.start < hunk.stop or hunk.text]
 
 
 def _at_seams(old: str, hunks: list[Hunk], seams: set[int]) -> list[Hunk]:
@@ -59,7 +73,7 @@ def _at_seams(old: str, hunks: list[Hunk], seams: set[int]) -> list[Hunk]:
     made, shift, least = [], 0, 0
     for hunk in hunks:
         if hunk.start == hunk.stop and hunk.start + shift not in seams:
-            slides = range(1, _common(old[least : hunk.start][::-1], hunk.text[::-1]) + 1)
+            slides = range(1, common(old[least : hunk.start][::-1], hunk.text[::-1]) + 1)
             n = next((n for n in slides if hunk.start + shift - n in seams), 0)
             text = hunk.text[len(hunk.text) - n :] + hunk.text[: len(hunk.text) - n]
             hunk = Hunk(hunk.start - n, hunk.start - n, text)
@@ -75,14 +89,14 @@ def _chunks(text: str, split: Split) -> list[str]:
 def _trimmed(old: str, hunk: Hunk) -> Hunk:
     """A hunk without what both its sides begin and end with."""
     gone, text = old[hunk.start : hunk.stop], hunk.text
-    front = _common(gone, text)
+    front = common(gone, text)
     gone, text = gone[front:], text[front:]
-    back = _common(gone[::-1], text[::-1])
+    back = common(gone[::-1], text[::-1])
     return Hunk(hunk.start + front, hunk.start + front + len(gone) - back, text[: len(text) - back])
 
 
-def _common(one: str, other: str) -> int:
-    """How many characters both begin with."""
+def common(one: str, other: str) -> int:
+    """How many characters two texts both begin with."""
     shorter = min(len(one), len(other))
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), shorter)
 

@@ -19,7 +19,7 @@ README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- verbs -->\n", "<!-- /verbs -->"
 VERBS = (
     *("append", "generate", "mask", "unmask", "masked", "park", "evict", "rewind", "insert", "replace", "recompute"),
-    *("undo", "attach", "save", "load", "fork", "compact", "score", "logits_over", "logits"),
+    *("undo", "attach", "save", "load", "fork", "compact", "mark", "unmark", "score", "logits_over", "logits"),
 )
 
 

@@ -82,7 +82,9 @@ def _show(result: Result) -> None:
 
     out = console()
     out.print(Text(result.header, style="dim"))
+    out.print()
     out.print(_table(result))
+    out.print()
     for name, notes in result.notes.items():
         for note in notes:
             out.print(Text(f"{name}: {note}", style="dim"))
@@ -90,11 +92,10 @@ def _show(result: Result) -> None:
 
 
 def _table(result: Result) -> Table:
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     head, *rows = result.rows()
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for number, title in enumerate(head):
         table.add_column(title, justify="right" if number else "left", no_wrap=True)
     for row in rows:

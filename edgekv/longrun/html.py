@@ -29,7 +29,8 @@ from edgekv.compare.charts import (
 from edgekv.longrun.result import TITLES, Result
 
 _COLOURS: Final = {"mask": "var(--a)", "summarise": "var(--c)", "reread": "var(--b)", "llama_cpp": "var(--d)"}
-_LEGEND: Final = [(TITLES[name], colour) for name, colour in _COLOURS.items()]
+_DASHED: Final = "llama_cpp"  # it often runs where another line does
+_LEGEND: Final = [(TITLES[n] + " (dashed)" * (n == _DASHED), colour) for n, colour in _COLOURS.items()]
 _BELOW: Final = "turn"
 
 
@@ -74,7 +75,8 @@ def _lines(series: Mapping[str, Sequence[float]], y: Callable[[float], float]) -
     """A line a way over the turns, and the turns below them."""
     num = max(map(len, series.values()))
     x = scale(1, num, LEFT + 12, WIDTH - RIGHT - 12)
-    marks = [x_tick(x(turn), f"{turn:.0f}") for turn in (steps(num)[1:] if num > 1 else [1])]
+    marks = [x_tick(x(turn), f"{turn:.0f}") for turn in steps(num)[1:] if turn == int(turn)]
     for name, values in series.items():
-        marks.append(line([(x(turn), y(value)) for turn, value in enumerate(values, 1)], _COLOURS[name]))
+        path = [(x(turn), y(value)) for turn, value in enumerate(values, 1)]
+        marks.append(line(path, _COLOURS[name], dashed=name == _DASHED))
     return marks

@@ -19,10 +19,14 @@ from edgekv.wording import count
 SCHEMA: Final = "edgekv.bench-chat/1"
 TITLES: Final = {
     "mask": "mask",
-    "summarise": "summarise, then mask",
-    "reread": "trim and read again",
+    "summarise": "summarise, mask",
+    "reread": "trim, read again",
     "llama_cpp": "llama_cpp.Llama",
 }
+_HEAD: Final = (
+    *("times in s", "TTFT\nturn 5", "TTFT\nat end", "ratio", "TTFT\nmedian", "TTFT\nworst", "total\ntime"),
+    *("tokens\nread", "new\ntokens", "read\nagain"),
+)
 _EARLY: Final = slice(2, 7)
 _LATE: Final = slice(-5, None)
 _ALIKE: Final = 1.2  # times that a noisy machine makes of nothing
@@ -142,22 +146,26 @@ class Result:
 
     def rows(self) -> list[Sequence[str]]:
         """The figures as text, a row a way; the first row is the head."""
-        head = ("", "TTFT turn 5", "at the end", "ratio", "median", "worst", "in all", "tokens read", "new", "again")
-        return [head, *(_row(name, found) for name, found in self.figures().items())]
+        return [_HEAD, *(_row(name, found) for name, found in self.figures().items())]
 
     @property
     def verdict(self) -> str:
         """What the figures say, in plain sentences."""
         if not self.num_turns:
             return "No turn was finished: there is nothing to say yet."
-        return " ".join([_sooner(self.figures()), _read_again(self.figures()), _price(self.figures(), self.num_turns)])
+        found, trim_to = self.figures(), self.facts["settings"]["trim_to"]
+        return " ".join([_sooner(found), _read_again(found, trim_to), _price(found, self.num_turns)])
 
 
 def _row(name: str, f: Figures) -> Sequence[str]:
     ratio = "-" if f.ratio is None else f"{f.ratio:.1f}"
-    early, late, median, worst = map(seconds, (f.early_ms, f.late_ms, f.median_ms, f.worst_ms))
+    early, late, median, worst = map(_number, (f.early_ms, f.late_ms, f.median_ms, f.worst_ms))
     tokens = (f"{number:,}" for number in (f.read, f.new, f.again))
-    return (TITLES[name], early, late, ratio, median, worst, f"{f.total_ms / 1e3:.1f} s", *tokens)
+    return (TITLES[name], early, late, ratio, median, worst, f"{f.total_ms / 1e3:.1f}", *tokens)
+
+
+def _number(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms / 1e3:.2f}"
 
 
 def seconds(ms: float | None) -> str:
@@ -185,13 +193,16 @@ def _against(one: Figures, other: Figures) -> str:
     return f"{ratio:.1f} times sooner than" if ratio > 1 else f"{1 / ratio:.1f} times later than"
 
 
-def _read_again(found: dict[str, Figures]) -> str:
+def _read_again(found: dict[str, Figures], trim_to: float) -> str:
     mask, reread = found["mask"], found["reread"]
     again = f"{mask.again:,} of them twice" if mask.again else "none of them twice"
     said = f"The mask read {mask.read:,} tokens, {again}; reading again read {reread.read:,}"
     if not reread.again:
         return f"{said}, no more than was new: the cache never filled, and only a longer run or a smaller n_ctx tells."
-    return f"{said}, {reread.again / reread.read:.0%} of them not for the first time."
+    less = (
+        "; it would be less with a list that is cut down further, and so less often (--trim-to)" if trim_to == 1 else ""
+    )
+    return f"{said}, {reread.again / reread.read:.0%} of them not for the first time{less}."
 
 
 def _price(found: dict[str, Figures], num_turns: int) -> str:

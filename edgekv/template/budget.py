@@ -15,9 +15,10 @@ from jinja2.runtime import Undefined
 DEEPEST: Final = 100  # lists in lists: CPython compares, hashes and dumps them by recursion
 ITEM: Final = 100  # units of an entry of a list, of a small object, of a call
 _UNITS: Final = 1 << 26
-_PER_CHAR: Final = 20  # more units for each character of the conversation, and for each message
-_PER_MESSAGE: Final = 10_000
+_PER_CHAR: Final = 20  # more units for each character of the conversation
+_PER_MESSAGE: Final = 10_000  # and for each message
 _SECONDS: Final = 5.0
+_SECONDS_PER_MESSAGE: Final = 0.01  # small boards take a tenth of it
 _MOST_BITS: Final = 1024  # of an integer that is calculated with
 _LONG: Final = 1000  # characters; looking up as many costs less than a call of spend
 SCALARS: Final = (int, float, bool, type(None), Undefined)
@@ -43,6 +44,7 @@ class Budget:
     def grow(self, chars: int = 0, messages: int = 0) -> None:
         """There is more to render."""
         self.units += _PER_CHAR * chars + _PER_MESSAGE * messages
+        self.ends += _SECONDS_PER_MESSAGE * messages
 
 
 in_use: ContextVar[Budget] = ContextVar("budget")

@@ -105,6 +105,8 @@ def _reverse(values: Any) -> Any:
 
 def _each(values: Any, *options: Any) -> None:
     """Pay for a look at every value; an option may be a path of attributes, of which every part is a step."""
+    for option in options:
+        measured(option)  # Jinja looks filters and tests up by what it is given
     steps = sum(len(o) if len(o) > _PATH else o.count(".") + o.count(",") for o in options if isinstance(o, str))
     spend(ITEM * (1 + steps) * (1 + len(values or ())))  # None is empty, as for Jinja
 

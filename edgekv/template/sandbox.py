@@ -29,6 +29,7 @@ _MOST_NODES: Final = 10_000
 _MOST_NESTED: Final = 120  # brackets, blocks, prefixes; each takes several frames of the parser
 _MOST_CALLS: Final = 50  # macros that wait for one another: those that write a JSON schema call themselves
 _NODE: Final = 10  # units of a node, each time a loop or a macro may come to it
+_MADE: Final = (nodes.List, nodes.Dict, nodes.Tuple)  # nodes that make an object
 _NAME: Final = 100  # characters of a name that errors tell
 _NODES: Final = {
     "Add", "And", "Assign", "AssignBlock", "Break", "Call", "CallBlock", "Compare", "Concat", "CondExpr", "Const",
@@ -140,9 +141,7 @@ def _guard(name: str, *args: Any) -> nodes.Call:
 def _payment(node: nodes.Node) -> nodes.Const:
     """Units for one round of a loop, or one call of a macro, that leaves nothing out."""
     inside = node.find_all(nodes.Node)
-    return nodes.Const(
-        sum(ITEM if isinstance(n, (nodes.List, nodes.Dict)) else _NODE for n in inside), lineno=node.lineno
-    )
+    return nodes.Const(sum(ITEM if isinstance(n, _MADE) else _NODE for n in inside), lineno=node.lineno)
 
 
 class _Guards(NodeTransformer):
@@ -283,7 +282,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.undefined(obj=obj, name=name[:_NAME] if isinstance(name, str) else name if short else named(name))
 
 
-def _nested(macro: Macro, *args: Any, **kwargs: Any) -> Any:
+def _nested(macro: Macro, /, *args: Any, **kwargs: Any) -> Any:
     budget = in_use.get()
     spend(ITEM)
     budget.calls += 1

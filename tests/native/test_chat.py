@@ -136,6 +136,19 @@ def test_reasoning_that_a_template_drops_is_masked_in_place(tiny_path: TinyPath)
     chat.session.close()
 
 
+def test_reasoning_is_cleared_where_the_template_keeps_it(tiny_path: TinyPath) -> None:
+    chat = open_chat(tiny_path(), policy=policies.clear_thinking(keep=1))
+    for number in range(3):
+        chat.add("user", "Think!")
+        chat.add("assistant", f"<think>\nThought {number}.\n</think>\n\nDone {number}.")
+    chat.add("user", "And now?")
+    said = chat.session.model.detokenize(chat.session.visible_tokens)
+    assert "Thought 0" not in said and "Thought 1" not in said and "Thought 2" in said
+    assert all(f"Done {number}." in said for number in range(3))
+    exact(chat)
+    chat.session.close()
+
+
 def test_system_text_that_a_template_moves_is_masked_where_it_was(tiny_path: TinyPath) -> None:
     chat = open_chat(tiny_path(), family("mistral"), system="Speak like a pirate.")
     for role, content in TALK[:3]:

@@ -47,7 +47,7 @@ class Loop:
             try:
                 self._read_lines()
                 return int(self.state.failed)
-            except KeyboardInterrupt:  # at the prompt
+            except KeyboardInterrupt:  # noqa: PERF203 - at the prompt
                 if self._interrupted:
                     return int(self.state.failed)
                 self._interrupted = True
