@@ -60,8 +60,8 @@ def test_every_event_is_a_json_object_with_its_name(edgekv: Callable[..., Any], 
     done = edgekv("chat", tiny_path(), *CHAT, "--json", stdin=lines(*said))
     told = events(done.out)
     names = [e["event"] for e in told if e["event"] not in ("piece", "note")]
-    assert names == ["answer", "receipt", "spans", "map", "stats", "plan", "receipt", "receipt", "fork", "answer", "back",
-                     "pin", "pin", "system", "settings", "settings", "saved", "loaded", "summary", "help",
+    assert names == ["answer", "receipt", "spans", "map", "stats", "plan", "receipt", "receipt", "fork", "answer",
+                     "back", "pin", "pin", "system", "settings", "settings", "saved", "loaded", "summary", "help",
                      "error"]  # fmt: skip
     assert done.code == 1  # an error was said
     answer = next(e for e in told if e["event"] == "answer")

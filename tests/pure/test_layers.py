@@ -16,7 +16,7 @@ ROOT = Path(edgekv.__file__).parent
 #: top to bottom; modules on one line may import each other only downwards, in the order given
 LAYERS = (
     ("cli",),
-    ("compare", "demo"),
+    ("longrun", "compare", "demo"),
     ("doctor", "inspection", "prompt"),
     ("chat",),
     ("reply", "room", "memos"),
@@ -135,9 +135,9 @@ def test_public_names() -> None:
 
 SESSION = {
     "append", "attach", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "indexes",
-    "indexes_of", "influenced_by", "insert", "last_edit", "load", "lock", "logits", "logits_over", "mark", "mask", "masked", "model",
-    "midway", "park", "progress", "ranges", "recompute", "replace", "rewind", "save", "score", "span", "spans", "states",
-    "stats", "text", "tokens", "undo", "unmark", "unmask", "visible_tokens",
+    "indexes_of", "influenced_by", "insert", "last_edit", "load", "lock", "logits", "logits_over", "mark", "mask",
+    "masked", "midway", "model", "park", "progress", "ranges", "recompute", "replace", "rewind", "save", "score",
+    "span", "spans", "states", "stats", "text", "tokens", "undo", "unmark", "unmask", "visible_tokens",
 }  # fmt: skip
 
 
