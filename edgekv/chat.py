@@ -238,9 +238,9 @@ class Chat:
         if self._summing:
             self._room.free(ahead.num_tokens + reserve + _BESIDE)
         else:
-            before = self.turns
+            before = self.script
             self._make_room(ahead, reserve)
-            if self.turns != before:  # a summary has come in between
+            if self.script is not before:  # a summary has come in between, or was tried
                 known = {turn.name for turn in self.turns}
                 new = tuple(turn for turn in turns if turn.name not in known)
                 ahead = self._following.ahead((*self.turns, *new), opening=opening)
@@ -303,7 +303,7 @@ class Chat:
         script, index = Script.empty().appended(said, 0), self._following.indexes_of(generation)
         blocks = [script.inside(a, b) for policy in self._block_markers for a, b in policy.finished(said.text)]
         with self.session.midway():
-            return self._room.hide(i for a, b in blocks for i in index[a:b].tolist())
+            return self._room.hide((i for a, b in blocks for i in index[a:b].tolist()), refresh_last=False)
 
     @property
     def _block_markers(self) -> list[BlockMarkers]:
@@ -407,21 +407,23 @@ class Chat:
             if kept:
                 self.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens, tags=[SUMMARY]).finish()
             else:
-                self._put_summary(max(k for k, turn in enumerate(self.turns) if any(c.name == turn.name for c in cuts)))
+                self._put_summary(cuts)
         except (ContextFull, MaskUnsupported) as err:
             self._following.note(f"turns were hidden without a summary: {err}")
             return
         finally:
             self._summing = False
-        self._room.hide(i for turn in earlier for i in range(*turn.range))
+        system = {i for turn in self.turns if turn.message.role == "system" for i in range(*turn.range)}
+        self._room.hide(i for turn in earlier for i in range(*turn.range) if i not in system)
 
-    def _put_summary(self, last: int) -> None:
-        """Sum up turns up to that one on a fork, and read the summary behind them, without them in view."""
+    def _put_summary(self, cuts: list[Cut]) -> None:
+        """Sum turns up on a fork that knows nothing later, and read the summary behind them, without them in view."""
+        last = max(k for k, turn in enumerate(self.turns) if any(cut.name == turn.name for cut in cuts))
         with self.session.fork() as session:
             other = self._forked(session)
             other._following.back_to(last + 1)
             text = other.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens).text
-        self._room.hide(i for turn in self.turns[: last + 1] if _may_go(turn) for i in range(*turn.range))
+        self._room.hide_cuts(cuts)
         pair = [Message("user", ASK_SUMMARY, tags=(SUMMARY,)), Message("assistant", text, tags=(SUMMARY,))]
         turns = (*self.turns[: last + 1], *(self._turn(m) for m in pair), *self.turns[last + 1 :])
         self._follow(self._following.ahead(turns, opening=False))
@@ -479,7 +481,3 @@ def _template(session: Session, source: str, now: datetime | None) -> Template:
     end = next((t for t in model.end_tokens), None)
     bos = "" if model.bos is None else model.detokenize([model.bos])
     return Template(source, bos=bos, eos="" if end is None else model.detokenize([end]), now=now)
-
-
-def _may_go(turn: Turn) -> bool:
-    return turn.message.role != "system" and not {PINNED, SUMMARY} & set(turn.message.tags)

@@ -102,16 +102,16 @@ class Following:
     def _anchors(self, turns: tuple[Turn, ...], text: str) -> list[tuple[int, int]]:
         """Where messages that both texts hold end in each, behind what the two begin with alike."""
         ours, old = self.script.text, self._rendered(self.turns)
-        if not (old.startswith(ours) or ours.startswith(old)):
-            return []
-        same, new = common(ours, text), {turn.name: k for k, turn in enumerate(turns)}
+        same, alike, new = common(ours, text), common(ours, old), {turn.name: k for k, turn in enumerate(turns)}
         found = [(0, 0)]
         for k, turn in enumerate(self.turns):
             if turn.message.role == "system" or turn.name not in new or self._end_of(turn) <= same:
                 continue
-            pair = (self._place_of(self.turns, k, old), self._place_of(turns, new[turn.name], text))
-            if pair[0] <= len(ours) and pair[0] > found[-1][0] and pair[1] > found[-1][1]:
-                found.append(pair)
+            here, there = self._place_of(self.turns, k, old), self._place_of(turns, new[turn.name], text)
+            if here > alike and k + 1 == len(self.turns) and self.script.said[-1:].any():
+                here = alike = len(ours)  # an answer that was just said: nothing of its end is written yet
+            if found[-1][0] < here <= alike and there > found[-1][1]:
+                found.append((here, there))
         return found[1:]
 
     def _end_of(self, turn: Turn) -> int:
@@ -171,23 +171,28 @@ class Following:
 
     def go_to(self, ahead: Ahead) -> None:
         """Carry it out. Raises ContextFull, TemplateError; what was carried out by then is accounted for."""
-        length = len(self.script.text)
+        before, length = self.script.text, len(self.script.text)
         middle = [hunk for hunk in ahead.hunks if hunk.stop < length]
         tail = next((hunk for hunk in ahead.hunks if hunk.stop == length), None)
-        if tail is not None and tail.start < length:
-            ahead = replace(ahead, turns=self._without_end(ahead.turns, self.script.tokens_in(tail.start, length)[0]))
-        bounds = self._bounds(ahead, tail)
         for hunk in reversed(middle):
             self._edit(hunk)
         if tail is not None:
             self._read_behind(tail.text, len(self.script.text) - (length - tail.start))
-        self.turns = ahead.turns
+        self.turns = tuple(map(self._if_there, ahead.turns))
+        bounds = self._bounds(ahead.text, before, tail.text if tail is not None else "")
         self._name(bounds)
         if middle:
             self._find_system()
         self._opening_at = bounds[-1]
         self.opening = self.script.text[bounds[-1] :] if ahead.opening else ""
         self.said_from = len(self.script.text)
+
+    def _if_there(self, turn: Turn) -> Turn:
+        """A turn; one that has lost its first or last token to an edit is to be found anew."""
+        ends = (turn.range[0], turn.range[1] - 1)
+        return (
+            turn if not turn.read or np.isin(ends, self.script.index).all() else replace(turn, range=(0, 0), parts=())
+        )
 
     def _edit(self, hunk: Hunk) -> None:
         """Mask, put in, or both, in the middle; where that cannot be done the history stays as it was read."""
@@ -325,40 +330,39 @@ class Following:
 
     def back_to(self, count: int) -> None:
         """Drop all behind the first ``count`` turns."""
+        kept = self.turns[:count]
         start = next((turn.range[0] for turn in self.turns[count:] if turn.read), None)
         if start is not None:
             number = int(np.flatnonzero(self.script.index == start)[0])
+            kept = self._without_end(kept, number)
             self._drop_from(number)
-        self.turns = self.turns[:count]
+        self.turns = kept
 
     # -- names --------------------------------------------------------------------------------------------------
 
-    def _bounds(self, ahead: Ahead, tail: Hunk | None) -> list[int]:
-        """Where each turn begins in the text that is to be, and where the last ends."""
-        said = tail.text if tail is not None else ""
-        bounds = [self._bound(ahead, k, said) for k in range(len(ahead.turns) + 1)]
-        end = len(ahead.text)
+    def _bounds(self, text: str, before: str, tail: str) -> list[int]:
+        """Where each turn begins in the text, and where the last ends. ``before``: the text there was, behind which
+        ``tail`` was read."""
+        bounds = [self._bound(k, text, before, tail) for k in range(len(self.turns) + 1)]
+        end = len(text)
         for k in reversed(range(len(bounds))):
             end = bounds[k] = min(end, end if (known := bounds[k]) is None else known)
         return [bound for bound in bounds if bound is not None]
 
-    def _bound(self, ahead: Ahead, k: int, tail: str) -> int | None:
+    def _bound(self, k: int, text: str, before: str, tail: str) -> int | None:
         """How many characters the first ``k`` turns take, None where the template does not say so."""
-        turns = ahead.turns
+        turns = self.turns
         if k < len(turns) and turns[k].read and (k == 0 or turns[k - 1].read):
             return None  # both were named when they were read
         if k == 0:
-            plain = turns and turns[0].message.role != "system" and ahead.text.startswith(self.preamble)
+            plain = turns and turns[0].message.role != "system" and text.startswith(self.preamble)
             return len(self.preamble) if plain else 0
-        try:
-            part = self.render([turn.message for turn in turns[:k]], opening=False)
-        except TemplateError:
-            return None
-        if ahead.text.startswith(part):
-            return len(part)
-        hunks = changes(self.script.text, part, self.markup.split)
-        end = hunks[-1].text if hunks and hunks[-1].stop == len(self.script.text) else ""
-        return len(ahead.text) - len(tail) + len(end) if tail.startswith(end) else None
+        part = self._rendered(turns[:k])
+        if not part or text.startswith(part):
+            return len(part) or None
+        hunks = changes(before, part, self.markup.split)
+        end = hunks[-1].text if hunks and hunks[-1].stop == len(before) else ""
+        return len(text) - len(tail) + len(end) if tail.startswith(end) else None
 
     def _name(self, bounds: list[int]) -> None:
         """Give the turns that were read their spans, and the one before them its end."""

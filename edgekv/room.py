@@ -59,16 +59,12 @@ class Room:
         return receipts
 
     def hide_cuts(self, cuts: Iterable[Cut], then: str = "none") -> list[Receipt]:
-        ranges = [r for cut in cuts for r in cut.ranges]
-        index = np.concatenate([np.arange(a, b) for a, b in ranges]) if ranges else np.empty(0, np.int64)
-        return self._mask(np.unique(index), then=then)
+        return self.hide((i for cut in cuts for a, b in cut.ranges for i in range(a, b)), then=then)
 
-    def hide(self, indexes: Iterable[int]) -> list[Receipt]:
-        """Hide tokens of a model's own, which goes on from the logits that saw them."""
-        return self._mask(np.unique(np.fromiter(indexes, np.int64)), refresh_last=False)
-
-    def _mask(self, indexes: npt.NDArray[np.int64], *, then: str = "none", refresh_last: bool = True) -> list[Receipt]:
-        here = np.setdiff1d(np.intersect1d(indexes, self._session.indexes()), self._sinks)
+    def hide(self, indexes: Iterable[int], *, then: str = "none", refresh_last: bool = True) -> list[Receipt]:
+        """Hide those of these tokens that are visible, but sinks. ``then``, ``refresh_last``: as in Session.mask."""
+        wanted = np.unique(np.fromiter(indexes, np.int64))
+        here = np.setdiff1d(np.intersect1d(wanted, self._session.indexes()), self._sinks)
         if not len(here):
             return []
         receipt = self._session.mask(self._session.ranges(here), then=then, refresh_last=refresh_last)

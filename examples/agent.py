@@ -1,9 +1,8 @@
 """An agent whose old tool results are cleared: what it noted of them stays, and nothing is read again.
 
-    python examples/agent.py [MODEL]
-
-The model chooses which invoice to open next, and notes the total. A JSON schema holds it to calls that can be carried
-out: a small model would not keep to them by itself.
+python examples/agent.py [MODEL]. The model chooses which invoice to open next, and notes what it comes to; a JSON
+schema holds it to calls that can be carried out, to which a model of 135M would not keep. It says
+cleared 'Invoice of Albrecht': masked 88 tokens in 0.3 ms · gap closed · 152 visible tokens were computed while [...]
 """
 
 import json
@@ -44,7 +43,6 @@ def only(**properties: dict[str, Any]) -> Sampling:
     )
 
 
-euros = {"type": "integer", "minimum": 0, "maximum": 9999}
 with Session(sys.argv[1] if len(sys.argv) > 1 else "smollm2", n_ctx=1024) as session:
     policy = policies.clear_tool_uses(trigger=300, keep=1)  # beyond 300 tokens, all results but the newest go
     chat = Chat(session, system="You read invoices and note what they come to.", options=Options(policy))
@@ -55,11 +53,12 @@ with Session(sys.argv[1] if len(sys.argv) > 1 else "smollm2", n_ctx=1024) as ses
         supplier = call["read_invoice"]
         left.remove(supplier)
         chat.add("tool", read_invoice(supplier), name="read_invoice")
-        note = json.loads(chat.reply(sampling=only(supplier={"const": supplier}, euros=euros)).text)
+        note = json.loads(chat.reply(sampling=only(supplier={"const": supplier}, euros={"type": "integer"})).text)
         noted += note["euros"]
         print(call, "->", note)
     for receipt in session.history:
-        print(f"cleared {session.text(list(receipt.ranges)).splitlines()[0]!r}: {receipt}")
+        if receipt.verb == "mask":
+            print(f"cleared {session.text(list(receipt.ranges)).splitlines()[0]!r}: {receipt}")
     stats = session.stats
     print(f"Noted {noted} euros; the invoices come to {sum(map(total, INVOICES))}.")
     print(f"{stats.visible} tokens in view, {stats.masked} cleared, read again: {stats.reread + chat.num_reread}")

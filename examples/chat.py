@@ -1,7 +1,7 @@
 """A chat without an end: when the cache is full, the oldest exchanges are hidden, and what stays is not read again.
 
 A line is a message, Ctrl-D ends: python examples/chat.py [MODEL]. After ten questions it says
-[338 tokens in view, 489 hidden; 1 token read again, where restarts had read 498]
+[338 tokens in view, 489 hidden; 1 read again, where restarts would have read 498]
 """
 
 import sys
@@ -18,4 +18,4 @@ with Session(sys.argv[1] if len(sys.argv) > 1 else "smollm2", n_ctx=512) as sess
         print()
     now = session.stats
     print(f"[{now.visible} tokens in view, {now.masked + now.evicted} hidden; ", end="")
-    print(f"{now.reread} read again, where restarts had read {now.reused}]")
+    print(f"{now.reread} read again, where restarts would have read {now.reused}]")

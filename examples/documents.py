@@ -1,6 +1,7 @@
-"""Questions about documents that were read once: each comes from a file (a KV module), and can be hidden.
+"""Questions about documents that were read once: each comes out of a file (a KV module), and can be hidden.
 
-    python examples/documents.py [MODEL]
+python examples/documents.py [MODEL]. Where the folder stays, the next run needs no reading. It says
+masked 73 tokens in 0.5 ms · gap closed · exact: no visible token was computed while it was visible
 """
 
 import sys

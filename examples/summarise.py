@@ -1,10 +1,9 @@
 """Sum a long text up, and hide it: with the summary kept where it was said, or read again without the text in view.
 
-    python examples/summarise.py [MODEL]
-
-A kept summary is not read at all, but its tokens were computed in view of the text, and carry it. A clean one is said
-on a fork and then read in the text's place: all that the model knows of the text is what the summary says. A model as
-small as SmolLM2-135M mixes names up either way.
+python examples/summarise.py [MODEL]. A kept summary is not read at all, but was computed in view of the text, and
+carries it. A clean one is said on a fork and read in the text's place: all that the model knows of the text then is
+what the summary says. (SmolLM2-135M mixes names up either way.) It says
+masked 178 tokens in 2.5 ms · gap closed · 116 visible tokens were computed while it was visible [15 for the clean one]
 """
 
 import sys
@@ -18,15 +17,14 @@ SYSTEM = (  # as in the summaries that SmolLM2 was trained on
 )
 TEXT = """Minutes of the garden club
 
-The garden club met in the greenhouse on 4 May. Anna Berg, Tom Reyes and Lucy Ito were there. Anna told us that the old \
-water pump is broken. A repair would cost 180 euros, and a new pump costs 240 euros. After a short discussion we decided \
-to buy a new pump, and Tom will order it by Friday. Until it is here, Lucy waters the tomatoes by hand every evening.
+The garden club met in the greenhouse on 4 May. Anna Berg, Tom Reyes and Lucy Ito were there. Anna told us that the \
+old water pump is broken. A repair would cost 180 euros, and a new pump costs 240 euros. After a short discussion we \
+decided to buy a new pump, and Tom will order it by Friday. Until it is here, Lucy waters the tomatoes by hand every \
+evening.
 
-We also talked about the summer party. It will be on 21 June in the garden. Anna asks the school for tables and chairs, \
-and everybody brings a cake. Last year 85 people came, so we need more cups this time. Tom will look for some in the \
-cellar."""
-
-
+We also talked about the summer party. It will be on 21 June in the garden. Anna asks the school for tables and \
+chairs, and everybody brings a cake. Last year 85 people came, so we need more cups this time. Tom will look for some \
+in the cellar."""
 QUESTION = "What did the club decide about the pump?"
 
 
@@ -45,8 +43,9 @@ def sum_up(chat: Chat, *, kept: bool) -> None:
 
 with Session(sys.argv[1] if len(sys.argv) > 1 else "smollm2", n_ctx=1024) as session:
     chat = Chat(session, system=SYSTEM, options=Options(max_tokens=20, summary_tokens=71))
-    for role, content in (("user", TEXT), ("assistant", "I have read it."), ("user", "Thanks."), ("assistant", "Sure.")):
-        chat.add(role, content)
+    for content, answer in ((TEXT, "I have read it."), ("Thanks.", "Sure.")):
+        chat.add("user", content)
+        chat.add("assistant", answer)
     for kept in (True, False):  # each on a fork: both begin with the same conversation
         fork = chat.fork()
         with fork.session:

@@ -40,7 +40,7 @@ def check(chat: Chat) -> None:
     assert (session.tokens[script.index] == script.ids).all()
     assert (np.diff(script.ends) >= 0).all() and (not len(script) or script.ends[-1] <= len(script.text))
     assert len(np.unique(script.index)) == len(script)
-    assert script.text == chat.rendered()
+    assert script.text == chat.rendered(), (script.text, chat.rendered())
     visible = session.indexes()
     order = {int(index): at for at, index in enumerate(script.index)}
     at = [order[int(i)] for i in visible if int(i) in order]
@@ -295,6 +295,24 @@ def test_unmask_leaves_what_the_template_dropped(tiny_path: TinyPath) -> None:
     chat.mask("assistant-2")
     chat.unmask("assistant-2")
     assert "First this" not in chat.session.model.detokenize(chat.session.visible_tokens)
+    check(chat)
+    chat.session.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_summary_is_put_in_where_its_turns_stood(tiny_path: TinyPath, name: str) -> None:
+    """Also where the template has moved the system text behind them."""
+    chat = open_chat(tiny_path(), family(name), system="You are terse.")
+    for number in range(3):
+        chat.ask(f"Question {number}?").finish()
+        chat.settle()
+    assert chat.summarize(1, kept=False)
+    check(chat)
+    assert [m.role for m in chat.messages] == ["system", *["user", "assistant"] * 4]
+    visible = chat.session.model.detokenize(chat.session.visible_tokens)
+    assert "Question 0" not in visible and "Question 2" in visible and "You are terse." in visible
+    assert visible.index("Summarise") < visible.index("Question 2")
+    chat.ask("And on?").finish()
     check(chat)
     chat.session.close()
 
