@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .capabilities import Capabilities as Capabilities
     from .capabilities import Capability as Capability
+    from .chat import Chat as Chat
     from .columns import State as State
     from .engine import Engine as Engine
     from .errors import EdgekvError as EdgekvError
@@ -34,6 +35,7 @@ _HOME = {
     "Audit": "receipts",
     "Capabilities": "capabilities",
     "Capability": "capabilities",
+    "Chat": "chat",
     "EdgekvError": "errors",
     "Engine": "engine",
     "Generation": "generation",

@@ -9,66 +9,33 @@ with Session("smollm2", n_ctx=1024) as session:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from . import answers, memos, policies
+from . import memos, policies
 from ._llama import uninterrupted
-from .columns import State
-from .errors import BadState, ContextFull, MaskUnsupported, UsageError
-from .following import Ahead, Following
-from .generation import Generation
-from .policies import BlockMarkers, Cut, Policy, SummarizeOldest, View
+from .conversation import BESIDE, Conversation, Options
+from .errors import ContextFull, MaskUnsupported, TemplateError, UsageError
+from .following import Ahead
+from .policies import Cut, Policy, SummarizeOldest
 from .receipts import Receipt
 from .reply import Reply
-from .room import Room
 from .sampling import Sampling
-from .script import Script
 from .session import Session
-from .spans import Target
 from .template import PLAIN, PLAIN_STOPS, Template
 from .turns import PINNED, SUMMARY, Message, Turn
 
+__all__ = ["ASK_SUMMARY", "Chat", "Options"]
+
 ASK_SUMMARY: Final = "Summarise our conversation so far in a few sentences. Keep names, numbers and what was decided."
-_GO_ON: Final = 32  # cells that are made free at once when an answer runs out of them
 _RESERVE: Final = 8  # a share of the cache: as much is kept free for an answer, which may get more as it goes on
-_BESIDE: Final = 2  # cells beside the new tokens: one that is read again, one to go on
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a chat is led.
-
-    policy: what to hide as it grows (:mod:`edgekv.policies`); None: nothing, and ContextFull when the cache is full.
-    spill: what becomes of what the policy hid when its cells are needed: "evict" (its text stays known) or "park" (K
-    and V wait in host memory); what somebody hid by hand is parked. then: as in Session.mask. max_tokens: of an
-    answer; summary_tokens: of a summary. tools: for the template, as in OpenAI's chat API. variables: others that it
-    takes, such as {"enable_thinking": False}.
-    """
-
-    policy: Policy | None = None
-    spill: str = "evict"
-    then: str = "none"
-    max_tokens: int = 512
-    summary_tokens: int = 160
-    tools: tuple[dict[str, Any], ...] = ()
-    variables: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.spill not in ("evict", "park"):
-            raise UsageError(f"spill is 'evict' or 'park', not {self.spill!r}")
-        if self.then not in ("none", "auto", "recompute"):
-            raise UsageError(f"then is 'none', 'auto' or 'recompute', not {self.then!r}")
-        if self.max_tokens < 1 or self.summary_tokens < 1:
-            raise UsageError("an answer and a summary take at least one token")
-
-
-class Chat:
+class Chat(Conversation):
     """A conversation on ``session``, which must be empty, and is the chat's from then on: its tail is not to be
     appended to or rewound by others. Not for several threads at once.
 
@@ -103,74 +70,6 @@ class Chat:
             )
         if system is not None:
             self.add("system", system)
-
-    def _begin(self, session: Session, template: Template, options: Options) -> None:
-        self.session = session
-        self._set_options(options)
-        self._following = Following(session, template, options.tools, options.variables)
-        self._reply: Reply | None = None
-        self._count = 0
-        self._room = Room(session, options.spill)
-        self._summing = False
-
-    # -- looking ------------------------------------------------------------------------------------------------
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """All of them, hidden ones too."""
-        return tuple(turn.message for turn in self.turns)
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        return self._following.turns
-
-    @property
-    def script(self) -> Script:
-        """The text the template makes, and its tokens."""
-        return self._following.script
-
-    def rendered(self, *, opening: bool = False) -> str:
-        """What the template makes of all messages, with a mark in what a person spelled like a control token (see
-        :mod:`edgekv.markup`); ``opening``: with the beginning of an answer. Raises TemplateError."""
-        return self._following.render(self.messages, opening=opening)
-
-    @property
-    def template(self) -> Template:
-        return self._following.template
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person should know of how this template is followed."""
-        return tuple(self._following.notes)
-
-    @property
-    def num_reread(self) -> int:
-        """Tokens at the end of the text that were read a second time, as they are tokenized with what follows."""
-        return self._following.num_reread
-
-    @property
-    def options(self) -> Options:
-        return self._options
-
-    @options.setter
-    def options(self, options: Options) -> None:
-        self._set_options(options)
-        self._room.spill = options.spill
-        self._following.tools, self._following.variables = options.tools, dict(options.variables or {})
-
-    def _set_options(self, options: Options) -> None:
-        if options.policy is not None and not self.session.model.capabilities.mask:
-            raise UsageError(f"no policy can hide anything here: {self.session.model.capabilities.mask.reason}")
-        self._options = options
-
-    def view(self, need: int = 0) -> View:
-        """The session as a policy sees it, when ``need`` cells are wanted."""
-        return self._room.view(need)
-
-    def plan(self, policy: Policy | None = None, need: int = 0) -> tuple[Cut, ...]:
-        """What a policy, or the chat's own, would hide now, and why; nothing changes."""
-        chosen = policy or self.options.policy
-        return () if chosen is None else chosen.plan(self.view(need))
 
     # -- talking ------------------------------------------------------------------------------------------------
 
@@ -222,37 +121,36 @@ class Chat:
         self._end_reply()
         self._go_to(self.turns, opening=False)
 
-    def _turn(self, message: Message) -> Turn:
-        if message.role == "system" and not any(turn.name == "system" for turn in self.turns):
-            return Turn("system", message)
-        self._count += 1
-        return Turn(f"{SUMMARY if SUMMARY in message.tags else message.role}-{self._count}", message)
-
-    def _go_to(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int = 0) -> None:
+    def _go_to(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int = 0, own: bool = False) -> None:
         """Make room, then follow the template there. Ctrl-C waits for a place where text and tokens agree."""
         with uninterrupted():
-            self._go_on_to(turns, opening=opening, reserve=reserve)
+            self._follow(self._with_room(turns, opening=opening, reserve=reserve), own=own)
 
-    def _go_on_to(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int) -> None:
+    def _with_room(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int) -> Ahead:
         ahead = self._following.ahead(turns, opening=opening)
         if self._summing:
-            self._room.free(ahead.num_tokens + reserve + _BESIDE)
+            self._room.free(ahead.num_tokens + reserve + BESIDE)
         else:
             before = self.script
             self._make_room(ahead, reserve)
             if self.script is not before:  # a summary has come in between, or was tried
-                known = {turn.name for turn in self.turns}
-                new = tuple(turn for turn in turns if turn.name not in known)
-                ahead = self._following.ahead((*self.turns, *new), opening=opening)
-        self._follow(ahead)
+                ahead = self._following.ahead(self._merged(turns), opening=opening)
+        return ahead
 
-    def _follow(self, ahead: Ahead) -> None:
+    def _merged(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+        """The turns there are, with what is new in others: messages, and turns in front and behind."""
+        given, known = {turn.name: turn for turn in turns}, {turn.name for turn in self.turns}
+        kept = [replace(turn, message=given.get(turn.name, turn).message) for turn in self.turns]
+        first = [turn for turn in turns[:1] if turn.name not in known and len(turns) > 1 and turns[1].name in known]
+        return (*first, *kept, *(turn for turn in turns[len(first) :] if turn.name not in known))
+
+    def _follow(self, ahead: Ahead, *, own: bool = False) -> None:
         before = len(self._following.receipts)
-        self._following.go_to(ahead)
+        self._following.go_to(ahead, own=own)
         self._room.mine(r for receipt in self._following.receipts[before:] for r in receipt.ranges)
 
     def _make_room(self, ahead: Ahead, reserve: int) -> None:
-        policy, need = self.options.policy, ahead.num_tokens + _BESIDE
+        policy, need = self.options.policy, ahead.num_tokens + BESIDE
         if policy is not None:
             cuts = self._room.plan(policy, need, reserve)
             self._hide(cuts, policy)
@@ -265,125 +163,6 @@ class Chat:
             kept = all(p.kept for p in policy.parts if isinstance(p, SummarizeOldest))
             self._summarise(old, kept=kept)
         return self._room.hide_cuts(cuts, then=self.options.then)
-
-    def _end_reply(self) -> None:
-        """An answer that is still open ends where it is."""
-        if self._reply is not None:
-            self._reply.close()
-            self._reply = None
-
-    # -- for Reply ----------------------------------------------------------------------------------------------
-
-    @property
-    def opening(self) -> str:
-        return self._following.opening
-
-    def ended(self, reply: Reply, generation: Generation) -> Message:
-        """What a generation said is part of the conversation: the answer as a message, and its turn."""
-        self._following.take(generation)
-        start = self._following.said_from
-        answer = answers.parse(self.script.text[start:], self.opening)
-        plain = self._following.markup.plain
-        message = Message("assistant", plain(answer.text), plain(answer.reasoning), raw=answer.raw)
-        turn = self._turn(replace(message, tags=(SUMMARY,) if self._summing else ()))
-        thinking = None if answer.thinking is None else (start + answer.thinking[0], start + answer.thinking[1])
-        self._following.answered(turn.name, turn.message, thinking)
-        if self._reply is reply:
-            self._reply = None
-        return turn.message
-
-    def block_ended(self, raw: str, after: int) -> bool:
-        """Whether a block of reasoning that is to be hidden has got its summary."""
-        return any(policy.finished(raw, after) for policy in self._block_markers)
-
-    def hide_blocks(self, generation: Generation) -> list[Receipt]:
-        """Hide the blocks of the answer that is being said, as a model trained for it expects: the next token still
-        comes from the logits that saw them."""
-        said = self._following.markup.said(np.asarray(generation.tokens, np.int32))
-        script, index = Script.empty().appended(said, 0), self._following.indexes_of(generation)
-        blocks = [script.inside(a, b) for policy in self._block_markers for a, b in policy.finished(said.text)]
-        with self.session.midway():
-            return self._room.hide((i for a, b in blocks for i in index[a:b].tolist()), refresh_last=False)
-
-    @property
-    def _block_markers(self) -> list[BlockMarkers]:
-        policy = self.options.policy
-        return [] if policy is None else [p for p in policy.parts if isinstance(p, BlockMarkers)]
-
-    def room_to_go_on(self) -> list[Receipt]:
-        """Free cells for an answer that runs out of them. Raises ContextFull."""
-        if self.session.engine.cells_free >= _BESIDE:
-            return []
-        with self.session.midway():
-            return self._room.make(self.options.policy, _GO_ON, 0)
-
-    # -- hiding -------------------------------------------------------------------------------------------------
-
-    def mask(self, target: Target) -> Receipt:
-        """As Session.mask; of a first turn, the tokens that draw attention as sinks stay."""
-        self._end_reply()
-        return self.session.mask(self._room.but_sinks(target), then=self.options.then)
-
-    def unmask(self, target: Target) -> Receipt:
-        """As Session.unmask, but what the template has dropped stays hidden."""
-        self._end_reply()
-        wanted = self.session.indexes_of(target)
-        hidden = np.concatenate([self.session.indexes(State.MASKED), self.session.indexes(State.PARKED)])
-        back = np.setdiff1d(np.intersect1d(wanted, hidden), self._dropped)
-        receipt = self.session.unmask(self.session.ranges(back) if len(back) else target)
-        self._room.shown()
-        return receipt
-
-    def park(self, target: Target) -> Receipt:
-        """As Session.park, and :meth:`mask`."""
-        self._end_reply()
-        return self.session.park(self._room.but_sinks(target))
-
-    def evict(self, target: Target) -> Receipt:
-        """As Session.evict, and :meth:`mask`."""
-        self._end_reply()
-        return self.session.evict(self._room.but_sinks(target))
-
-    def undo(self) -> Receipt:
-        """Take the newest edit back, as Session.undo. Raises BadState for one that changed the conversation's text."""
-        self._end_reply()
-        edit = self.session.last_edit
-        if edit is not None and (edit.verb in ("insert", "replace", "rewind") or self._touches_dropped(edit)):
-            raise BadState(
-                f"the newest edit ({edit.verb}) changed the text of the conversation, which follows its template: it "
-                "cannot be undone by itself"
-            )
-        receipt = self.session.undo()
-        self._room.shown()
-        return receipt
-
-    @property
-    def _dropped(self) -> npt.NDArray[np.int64]:
-        """The indexes of what the template has dropped."""
-        return np.setdiff1d(self._room.hidden, self.script.index)
-
-    def _touches_dropped(self, edit: Receipt) -> bool:
-        return any(((a <= self._dropped) & (self._dropped < b)).any() for a, b in edit.ranges)
-
-    def pin(self, target: Target, *, pinned: bool = True) -> tuple[str, ...]:
-        """Keep turns and other spans from every policy, or no longer; returns the names of those in the target."""
-        self._end_reply()
-        place = self.session.indexes_of(target)
-        spans = [s for s in self.session.spans if len(s) and np.isin(self.session.indexes_of(s), place).all()]
-        if not spans:
-            raise UsageError("no whole span lies in that target; name one")
-        self._following.turns = tuple(self._pinned(turn, spans, pinned) for turn in self.turns)
-        for span in spans:
-            tags = span.tags | {PINNED} if pinned else span.tags - {PINNED}
-            self.session.mark(span.range, span.name, role=span.role, tags=tags)
-        return tuple(span.name for span in spans)
-
-    @staticmethod
-    def _pinned(turn: Turn, spans: list[Any], pinned: bool) -> Turn:
-        if not any(span.name == turn.name for span in spans):
-            return turn
-        tags = tuple(tag for tag in turn.message.tags if tag != PINNED)
-        return replace(turn, message=replace(turn.message, tags=(*tags, PINNED) if pinned else tags))
 
     # -- summaries ----------------------------------------------------------------------------------------------
 
@@ -402,13 +181,17 @@ class Chat:
     def _summarise(self, cuts: list[Cut], *, kept: bool) -> None:
         """A summary of what is in view, as an exchange of its own; earlier ones are hidden, as it takes them in."""
         earlier = [turn for turn in self.turns if SUMMARY in turn.message.tags]
-        self._summing = True
+        before, self._summing = len(self.turns), True
         try:
             if kept:
                 self.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens, tags=[SUMMARY]).finish()
             else:
                 self._put_summary(cuts)
-        except (ContextFull, MaskUnsupported) as err:
+        except BaseException as err:
+            with uninterrupted():
+                self._following.back_to(before)  # half a summary is none
+            if not isinstance(err, (ContextFull, MaskUnsupported, TemplateError)):
+                raise
             self._following.note(f"turns were hidden without a summary: {err}")
             return
         finally:
@@ -426,7 +209,7 @@ class Chat:
         self._room.hide_cuts(cuts)
         pair = [Message("user", ASK_SUMMARY, tags=(SUMMARY,)), Message("assistant", text, tags=(SUMMARY,))]
         turns = (*self.turns[: last + 1], *(self._turn(m) for m in pair), *self.turns[last + 1 :])
-        self._follow(self._following.ahead(turns, opening=False))
+        self._follow(self._following.ahead(turns, opening=False), own=True)
 
     # -- other texts --------------------------------------------------------------------------------------------
 
@@ -439,11 +222,12 @@ class Chat:
             turns = (replace(first[0], message=replace(first[0].message, content=content)), *self.turns[1:])
         else:
             turns = (self._turn(message), *self.turns)
-        self._go_to(turns, opening=False)
+        self._go_to(turns, opening=False, own=True)
 
     def attach(self, path: str | os.PathLike[str], *, name: str | None = None) -> Receipt:
         """Take in a KV module between two turns, as Session.attach; it belongs to no message, and policies leave it."""
         self.settle()
+        self._following.begin()
         return self.session.attach(path, name=name, tags=["document", PINNED])
 
     # -- branches and files -------------------------------------------------------------------------------------

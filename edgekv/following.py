@@ -63,6 +63,7 @@ class Following:
         self.notes: list[str] = []
         self.receipts: list[Receipt] = []
         self.num_reread = 0
+        self._own = False
         self.said_from = self._opening_at = 0
         self.preamble: Final = self._find_preamble()
 
@@ -167,10 +168,18 @@ class Following:
             return ""
         return closed[: first - len(begins)]
 
+    def begin(self) -> None:
+        """Read what every conversation without a system text begins with, if nothing is read yet."""
+        if not len(self.script) and (text := self.preamble or self._bos):
+            self._read_behind(text, 0)
+            self.session.mark(self.outline(0, len(text)), PREAMBLE, role="system", tags=[TURN])
+
     # -- following ----------------------------------------------------------------------------------------------
 
-    def go_to(self, ahead: Ahead) -> None:
-        """Carry it out. Raises ContextFull, TemplateError; what was carried out by then is accounted for."""
+    def go_to(self, ahead: Ahead, *, own: bool = False) -> None:
+        """Carry it out. Raises ContextFull, TemplateError; what was carried out by then is accounted for. ``own``: the
+        messages themselves have changed, which is no doing of the template's."""
+        self._own = own
         before, length = self.script.text, len(self.script.text)
         middle = [hunk for hunk in ahead.hunks if hunk.stop < length]
         tail = next((hunk for hunk in ahead.hunks if hunk.stop == length), None)
@@ -233,6 +242,8 @@ class Following:
 
     def _did(self, receipt: Receipt) -> None:
         self.receipts.append(receipt)
+        if self._own:
+            return
         hidden, came = receipt.tokens if receipt.verb != "insert" else 0, receipt.prefilled
         self.note(
             "the template writes history otherwise than it was read: "
@@ -369,6 +380,8 @@ class Following:
         turns = list(self.turns)
         if bounds[0] and turns and not turns[0].read and (span := self.outline(0, bounds[0]))[0] < span[1]:
             self.session.mark(span, PREAMBLE, role="system", tags=[TURN])
+        if turns and turns[0].message.role == "system" and any(s.name == PREAMBLE for s in self.session.spans):
+            self.session.unmark(PREAMBLE)
         for k, turn in enumerate(turns):
             if not turn.read:
                 turns[k] = self._located(turn, bounds[k], bounds[k + 1])

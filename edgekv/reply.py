@@ -100,7 +100,7 @@ class Reply:
         try:
             raise_if_interrupted()
             with uninterrupted():  # a token is in the cache and in the conversation, or in neither
-                self.receipts += self._chat.room_to_go_on()
+                self.receipts += self._chat.room_to_go_on(self._generation)
                 self._take(self._generation.step())
         except BaseException:
             self.close()

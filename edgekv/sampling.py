@@ -31,6 +31,8 @@ _MOST_COUNTED: Final = 1 << 20  # llama.cpp allocates a ring of penalty_last_n t
 _LONGEST_GRAMMAR: Final = 1 << 18
 _DEEPEST_GRAMMAR: Final = 500
 _LITERAL: Final = re.compile(r"""\"(?:\\.|[^\"\\])*\"|\[(?:\\.|[^\]\\])*\]|#.*""")
+#: What the converter drops without a word.
+_UNSAID: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
 
 
@@ -101,10 +103,30 @@ GREEDY: Final = Sampling()
 def schema_to_gbnf(schema: str | Mapping[str, Any]) -> str:
     """A JSON schema as GBNF. Raises GrammarError when it is no JSON or asks for what GBNF cannot say."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
+    if unsaid := sorted(_UNSAID & _keywords(text)):
+        raise GrammarError(f"a grammar cannot hold a number to {', '.join(unsaid)}; leave it out and check the answer")
     try:
         return _llama.json_schema_to_gbnf(text)
     except Exception as err:  # the converter raises whatever it stumbles over
         raise GrammarError(f"this JSON schema has no grammar: {err}") from err
+
+
+def _keywords(text: str) -> set[str]:
+    """The keywords of a JSON schema, wherever they stand; those of an object's properties are names."""
+    try:
+        return _walked(json.loads(text))
+    except (ValueError, RecursionError):
+        return set()  # the converter says what is wrong
+
+
+def _walked(node: Any) -> set[str]:
+    if isinstance(node, list):
+        return set().union(*map(_walked, node))
+    if not isinstance(node, dict):
+        return set()
+    found = {key for key in node if not isinstance(node[key], dict)}
+    inner = [v for key, v in node.items() if key not in ("properties", "const", "enum", "default", "examples")]
+    return found.union(*map(_walked, inner), *map(_walked, dict(node.get("properties") or {}).values()))
 
 
 class Sampler:

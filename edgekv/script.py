@@ -165,10 +165,11 @@ class Script:
         return (first, max(first, int(np.searchsorted(self.ends, stop, side="left")) + 1))
 
     def inside(self, start: int, stop: int) -> Range:
-        """The numbers of the tokens that lie wholly in characters [start, stop)."""
+        """The numbers of the tokens that lie in characters [start, stop), but for white space at the edges: in many
+        vocabularies the space in front of a word belongs to its token."""
         first, last = self.tokens_in(start, stop)
-        first += first < last and self.start_of(first) < start
-        last -= first < last and int(self.ends[last - 1]) > stop
+        first += first < last and bool(self.text[self.start_of(first) : start].strip())
+        last -= first < last and bool(self.text[stop : int(self.ends[last - 1])].strip())
         return (first, last)
 
     def widened(self, hunk: Hunk) -> tuple[Hunk, Range]:

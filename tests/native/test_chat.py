@@ -317,6 +317,51 @@ def test_a_summary_is_put_in_where_its_turns_stood(tiny_path: TinyPath, name: st
     chat.session.close()
 
 
+def test_a_summary_that_fails_leaves_none(tiny_path: TinyPath) -> None:
+    """There is no room for one: turns go without it, and a note says so."""
+    chat = open_chat(tiny_path(), n_ctx=512, policy=policies.summarize_oldest(0.9, 0.3), summary_tokens=500)
+    for number in range(12):
+        chat.ask(f"Question {number}: {LONG[:40]}").finish()
+        check(chat)
+    assert any("without a summary" in note for note in chat.notes)
+    assert chat.session.stats.evicted or chat.session.stats.masked
+    chat.session.close()
+
+
+def test_undo_does_not_read_again_what_made_room(tiny_path: TinyPath) -> None:
+    chat = open_chat(tiny_path(), n_ctx=256, policy=policies.keep_turns(1))
+    while chat.session.last_edit is None or chat.session.last_edit.verb != "evict":
+        chat.ask("Question?").finish()
+    with pytest.raises(BadState, match="made room"):
+        chat.undo()
+    check(chat)
+    chat.session.close()
+
+
+def test_a_result_behind_a_space_is_cleared_whole(tiny_path: TinyPath) -> None:
+    """A space in front of a word belongs to its token in many vocabularies."""
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    chat = open_chat(tiny_path(), template, policy=policies.clear_tool_uses(trigger=1, keep=0))
+    chat.add("user", "What is it?")
+    chat.add("tool", "the token is and", name="look")  # " the", " token", ... are tokens of the tiny vocabulary
+    chat.add("user", "Thanks.")
+    assert "tool:" in chat.session.model.detokenize(chat.session.visible_tokens)
+    assert "the token" not in chat.session.model.detokenize(chat.session.visible_tokens)
+    exact(chat)
+    chat.session.close()
+
+
+def test_a_new_system_text_that_makes_a_summary_necessary(tiny_path: TinyPath) -> None:
+    chat = open_chat(tiny_path(), n_ctx=512, policy=policies.summarize_oldest(0.6, 0.3), summary_tokens=8)
+    for number in range(4):
+        chat.ask(f"Question {number}?").finish()
+    chat.set_system("You are a pirate. " + LONG * 3)
+    assert chat.messages[0].role == "system" and any("summary" in m.tags for m in chat.messages)
+    check(chat)
+    assert not any("otherwise" in note for note in chat.notes)  # nothing of it was the template's doing
+    chat.session.close()
+
+
 def test_pinned_turns_stay(tiny_path: TinyPath) -> None:
     chat = open_chat(tiny_path(), policy=policies.keep_turns(1))
     chat.add("user", "Remember the number seven.")
@@ -436,6 +481,12 @@ def test_attached_documents_stand_between_turns(tiny_path: TinyPath, tmp_path: P
 
     chat = open_chat(tiny_path(), policy=policies.keep_turns(1))
     prefill(LONG, tmp_path / "doc.kv", chat.session.model)
+    early = open_chat(tiny_path())
+    early.attach(tmp_path / "doc.kv")  # before anything is said: the model's first token comes once, and first
+    early.ask("Hello?").finish()
+    assert early.session.visible_tokens.tolist().count(early.session.model.bos) == 1
+    check(early)
+    early.session.close()
     chat.ask("Hello?").finish()
     receipt = chat.attach(tmp_path / "doc.kv", name="doc")
     assert receipt.prefilled == 0

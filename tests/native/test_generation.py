@@ -209,3 +209,21 @@ def test_penalties_count_visible_tokens_only(session: Session) -> None:
     session.rewind(session.span("noise").stop)
     session.mask("noise")
     assert session.generate(1, sampling=penalised).finish().tokens == rare.tolist()
+
+
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        ({"type": "integer", "minimum": 0}, True),
+        ({"type": "object", "properties": {"n": {"type": "number", "multipleOf": 2}}}, True),
+        ({"type": "array", "items": {"type": "integer", "exclusiveMaximum": 9}}, True),
+        ({"type": "object", "properties": {"minimum": {"type": "integer"}}}, False),  # a name, no bound
+        ({"enum": [{"minimum": 1}]}, False),
+    ],
+)
+def test_a_bound_that_a_grammar_would_drop_is_refused(schema: dict[str, Any], refused: bool) -> None:
+    if refused:
+        with pytest.raises(errors.GrammarError, match="cannot hold a number to"):
+            assert Sampling(json_schema=schema).gbnf
+    else:
+        assert Sampling(json_schema=schema).gbnf

@@ -19,6 +19,7 @@ LAYERS = (
     ("longrun", "compare", "demo"),
     ("doctor", "inspection", "prompt"),
     ("chat",),
+    ("conversation",),
     ("reply", "room", "memos"),
     ("following",),
     ("turns", "script", "answers"),
@@ -126,9 +127,9 @@ def test_pure_modules_load_no_engine() -> None:
 def test_public_names() -> None:
     """The API a user learns; a name that goes or comes is a decision, and a line in the changelog."""
     assert set(edgekv.__all__) == {
-        "Audit", "Capabilities", "Capability", "EdgekvError", "Engine", "Generation", "Model", "Receipt", "Sampling",
-        "Session", "Settings", "Span", "State", "Stats", "Timings", "__version__", "decode_together", "errors",
-        "prefill",
+        "Audit", "Capabilities", "Capability", "Chat", "EdgekvError", "Engine", "Generation", "Model",
+        "Receipt", "Sampling", "Session", "Settings", "Span", "State", "Stats", "Timings", "__version__",
+        "decode_together", "errors", "prefill",
     }  # fmt: skip
     assert all(getattr(edgekv, name) is not None for name in edgekv.__all__)
 
