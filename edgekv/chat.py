@@ -20,9 +20,9 @@ from . import memos, policies
 from ._llama import uninterrupted
 from .conversation import BESIDE, Conversation, Options
 from .errors import ContextFull, MaskUnsupported, TemplateError, UsageError
-from .following import Ahead
 from .policies import Cut, Policy, SummarizeOldest
 from .receipts import Receipt
+from .rendering import Ahead
 from .reply import Reply
 from .sampling import Sampling
 from .session import Session

@@ -22,6 +22,8 @@ LAYERS = (
     ("conversation",),
     ("reply", "room", "memos"),
     ("following",),
+    ("naming",),
+    ("rendering",),
     ("turns", "script", "answers"),
     ("markup", "template", "cellmap"),
     ("prefilling",),

@@ -1,0 +1,154 @@
+"""Naming: which tokens each turn of a conversation is, as spans of its session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from . import answers
+from .columns import State
+from .rendering import Rendering
+from .script import changes
+from .spans import Range
+from .turns import THINKING, TOOL_RESULT, TURN, Message, Turn
+
+#: The span of what a template says in front of a first user turn by itself.
+PREAMBLE: Final = "preamble"
+
+
+class Naming(Rendering):
+    """See :class:`~edgekv.following.Following`."""
+
+    def _bounds(self, text: str, before: str, tail: str) -> list[int]:
+        """Where each turn begins in the text, and where the last ends. ``before``: the text there was, behind which
+        ``tail`` was read."""
+        bounds = [self._bound(k, text, before, tail) for k in range(len(self.turns) + 1)]
+        end = len(text)
+        for k in reversed(range(len(bounds))):
+            end = bounds[k] = min(end, end if (known := bounds[k]) is None else known)
+        return [bound for bound in bounds if bound is not None]
+
+    def _bound(self, k: int, text: str, before: str, tail: str) -> int | None:
+        """How many characters the first ``k`` turns take, None where the template does not say so."""
+        turns = self.turns
+        if k < len(turns) and turns[k].read and (k == 0 or turns[k - 1].read):
+            return None  # both were named when they were read
+        if k == 0:
+            plain = turns and turns[0].message.role != "system" and text.startswith(self.preamble)
+            return len(self.preamble) if plain else 0
+        part = self._rendered(turns[:k])
+        if not part or text.startswith(part):
+            return len(part) or None
+        hunks = changes(before, part, self.markup.split)
+        end = hunks[-1].text if hunks and hunks[-1].stop == len(before) else ""
+        return len(text) - len(tail) + len(end) if tail.startswith(end) else None
+
+    def _name(self, bounds: list[int]) -> None:
+        """Give the turns that were read their spans, and the one before them its end."""
+        turns = list(self.turns)
+        if bounds[0] and turns and not turns[0].read and (span := self.outline(0, bounds[0]))[0] < span[1]:
+            self.session.mark(span, PREAMBLE, role="system", tags=[TURN])
+        if turns and turns[0].message.role == "system" and any(s.name == PREAMBLE for s in self.session.spans):
+            self.session.unmark(PREAMBLE)
+        for k, turn in enumerate(turns):
+            if not turn.read:
+                turns[k] = self._located(turn, bounds[k], bounds[k + 1])
+            elif k + 1 == len(turns) or not self.turns[k + 1].read:
+                turns[k] = self._extended(turn, bounds[k + 1])
+        self.turns = tuple(turns)
+        self.mark(self.turns)
+
+    def _located(self, turn: Turn, start: int, stop: int) -> Turn:
+        message = turn.message
+        parts: tuple[tuple[str, Range], ...] = ()
+        if message.role == "tool" and (inner := self._place(message.content, start, stop)):
+            parts = ((TOOL_RESULT, inner),)
+        if message.role == "assistant" and (thinking := answers.find_thinking(self.script.text, start, stop)):
+            parts = self._thinking(thinking)
+        if message.role == "system" and not self._place(message.content, start, stop):
+            return replace(turn, range=self._place(message.content, 0, len(self.script.text)) or (0, 0))
+        return replace(turn, range=self.outline(start, stop), parts=parts)
+
+    def _extended(self, turn: Turn, stop: int) -> Turn:
+        """Up to a character, over tokens that follow one another."""
+        number = int(np.searchsorted(self.script.ends, stop, side="right"))
+        first = np.flatnonzero(self.script.index == turn.range[0])
+        if not len(first) or first[0] >= number:
+            return turn
+        return replace(turn, range=(turn.range[0], self._on_from(turn.range[0], self.script.index[first[0] : number])))
+
+    def _place(self, content: str, start: int, stop: int) -> Range | None:
+        """The index range of a content in a stretch of the text, without delimiters; None where it is not there."""
+        written = self.markup.escape(content).strip()
+        at = self.script.text.find(written, start, stop) if written else -1
+        if at < 0:
+            return None
+        first, last = self.script.inside(at, at + len(written))
+        found = self._outline_of(first, last)
+        return found if found[0] < found[1] else None
+
+    def outline(self, start: int, stop: int) -> Range:
+        """The index range of the tokens that end in characters (start, stop]; empty for none."""
+        return self._outline_of(*(int(np.searchsorted(self.script.ends, at, side="right")) for at in (start, stop)))
+
+    def _outline_of(self, first: int, last: int) -> Range:
+        """From the first of these tokens on, as far as indexes follow one another: what was put in between two of
+        them belongs to the range by itself."""
+        index = self.script.index[first:last]
+        return (int(index[0]), self._on_from(int(index[0]), index)) if len(index) else (0, 0)
+
+    def _on_from(self, stop: int, index: npt.NDArray[np.int64]) -> int:
+        """How far indexes of tokens follow one another from ``stop`` on, those that were dropped left out."""
+        gone = np.zeros(len(self.session.tokens) + 1, np.int64)
+        gone[self.session.indexes(State.DROPPED) + 1] = 1
+        gone = np.cumsum(gone)
+        for number in index.tolist():
+            if number >= stop and gone[number] - gone[stop] == number - stop:
+                stop = number + 1
+        return stop
+
+    def _find_system(self) -> None:
+        """Where the system text stands now: some templates move it."""
+        for k, turn in enumerate(self.turns):
+            if turn.message.role == "system" and turn.read:
+                here = _within(self.script.index, turn.range)
+                place = self._place(turn.message.content, 0, len(self.script.text))
+                if not here.any() or (place is not None and not _inside(place, turn.range)):
+                    self.turns = (*self.turns[:k], replace(turn, range=place or turn.range), *self.turns[k + 1 :])
+                    self.mark([self.turns[k]])
+
+    def mark(self, turns: Sequence[Turn]) -> None:
+        """The spans of turns and their parts are what the turns say."""
+        known = {span.name: span for span in self.session.spans}
+        for turn in turns:
+            wanted = [(turn.name, turn.range, turn.tags)]
+            wanted += [(f"{turn.name}.{part}", place, turn.part_tags(part)) for part, place in turn.parts]
+            for name, place, tags in wanted:
+                span = known.get(name)
+                if place[0] < place[1] and (span is None or (span.range, span.tags) != (place, tags)):
+                    self.session.mark(place, name, role=turn.message.role, tags=tags)
+
+    def _thinking(self, place: Range) -> tuple[tuple[str, Range], ...]:
+        """The part of a turn that characters of reasoning are."""
+        found = self._outline_of(*self.script.inside(*place))
+        return ((THINKING, found),) if found[0] < found[1] else ()
+
+    def answered(self, name: str, message: Message, thinking: Range | None) -> Turn:
+        """The model's own turn, which began with the opening. ``thinking``: characters of the text."""
+        parts = self._thinking(thinking) if thinking is not None else ()
+        turn = Turn(name, message, self.outline(self._opening_at, len(self.script.text)), parts)
+        self.turns = (*self.turns, turn)
+        self.mark([turn])
+        return turn
+
+
+def _within(indexes: npt.NDArray[np.int64], place: Range) -> npt.NDArray[np.bool_]:
+    return np.asarray((indexes >= place[0]) & (indexes < place[1]))
+
+
+def _inside(inner: Range, outer: Range) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
