@@ -33,13 +33,14 @@ lint: setup ## ruff and mypy
 format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-bench: setup models ## paired timings against bare llama.cpp, of forks and freed cells, of files; writes bench*.json
+bench: setup models ## paired timings against bare llama.cpp, of forks, of files, of a long chat; writes bench*.json
 	$(BIN)/python scripts/bench.py --json bench.json
 	$(BIN)/python scripts/bench_verbs.py --json bench-verbs.json
 	$(BIN)/python scripts/bench_files.py --json bench-files.json
+	$(BIN)/edgekv bench chat --json bench-chat.json --plot bench-chat.html
 
 models: setup ## fetch the two models into models/
 	$(BIN)/edgekv models fetch smollm2 && $(BIN)/edgekv models fetch gemma3-270m
 
 clean: ## remove what was built here; fetched models stay
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json bench-verbs.json bench-files.json report.html
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json bench-verbs.json bench-files.json bench-chat.json bench-chat.html report.html

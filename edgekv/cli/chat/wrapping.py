@@ -36,8 +36,12 @@ class Wrap:
             return self._new_line(word)
         self._line += word
         size = cell_len(word)
-        fits = self._column + size <= self._width or size > self._width
-        if fits or word.isspace() or self._fenced or self._line[0].isspace():
+        if self._fenced or self._line[0].isspace():
+            return word
+        if word.isspace() and self._column + size >= self._width:
+            self._column = self._width  # not shown: the terminal would begin a line for it
+            return ""
+        if self._column + size <= self._width or size > self._width:
             self._column = (self._column + size) % self._width if size > self._width else self._column + size
             return word
         self._column = size
