@@ -131,8 +131,11 @@ class Following(Naming):
         if keep < len(script.text):
             number = script.tokens_in(keep, len(script.text))[0]
             text = script.text[script.start_of(number) : keep] + text
-            self.num_reread += script.start_of(number) < keep
-            self._drop_from(number)
+            if not self._drop_from(number):
+                self.script = script.reworded(Hunk(keep, len(script.text), ""))
+                text = text[keep - script.start_of(number) :]
+            else:
+                self.num_reread += script.start_of(number) < keep
         back, lexed = self._lex_behind(text)
         if back:
             self.num_reread += back
@@ -144,14 +147,20 @@ class Following(Naming):
         else:
             self.script = self.script.appended(lexed, 0)
 
-    def _drop_from(self, number: int) -> None:
-        """Drop the tokens from that one on; where something else stands behind them, hide them."""
+    def _drop_from(self, number: int) -> bool:
+        """Drop the tokens from that one on; where something else stands behind them, hide them. Returns whether it
+        could be done."""
         script = self.script
-        if self._is_last:
-            self.session.rewind(int(script.index[number]))
-        elif len(here := np.intersect1d(script.index[number:], self.session.indexes())):
-            self.session.mask(self.session.ranges(here), force=True)
+        try:
+            if self._is_last:
+                self.session.rewind(int(script.index[number]))
+            elif len(here := np.intersect1d(script.index[number:], self.session.indexes())):
+                self.receipts.append(self.session.mask(self.session.ranges(here), force=True))
+        except MaskUnsupported as err:
+            self.note(f"the template writes history otherwise than it was read, and it stays as it was read: {err}")
+            return False
         self.script = script.shortened(number)
+        return True
 
     @property
     def _is_last(self) -> bool:

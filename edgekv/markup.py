@@ -8,7 +8,8 @@ letters it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import string
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -20,6 +21,32 @@ if TYPE_CHECKING:
     from .model import Model, TokenArray
 
 MARK: Final = "\ufdd0"  # a code point Unicode keeps for programs' own use
+CUT: Final = "\ufdd2"  # another: the text is tokenized apart on both sides of it
+
+
+_TAKEN: Final = re.compile(f"[{MARK}{CUT}]")
+
+
+_LOWER: Final = {ord(c): ord(c.lower()) for c in string.ascii_uppercase}
+
+
+class _Finder:
+    """Finds where any of some texts stand, from left to right, the longest first."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = set(texts)
+        self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
+        first = "".join(map(re.escape, sorted({text[0] for text in self._texts})))
+        self._first = re.compile(f"[{first}]" if first else "(?!)")
+
+    def __call__(self, text: str) -> Iterator[tuple[int, int]]:
+        at = 0
+        while match := self._first.search(text, at):
+            at = match.start()
+            stop = next((at + n for n in self._lengths if text[at : at + n] in self._texts), 0)
+            if stop:
+                yield at, stop
+            at = max(stop, at + 1)
 
 
 @dataclass(frozen=True)
@@ -41,26 +68,25 @@ class Lexed:
 class Markup:
     """Texts of one model's vocabulary."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, template: str = "") -> None:
         self._model = model
         self._control = {text: token for text, token in model.control_tokens.items() if text}
-        self._lengths = sorted({len(text) for text in self._control}, reverse=True)
-        first = "".join(map(re.escape, sorted({text[0] for text in self._control})))
-        self._first = re.compile(f"[{first}]") if first else None
+        # Tokens that llama.cpp reads in any text; those a template marks turns with are nobody else's to write.
+        marks = [text for text in model.defined_tokens if len(text) > 2 and text in template]
+        self._find = _Finder(self._control)
+        self._acting = _Finder(text.translate(_LOWER) for text in self._control)
+        self._marking = _Finder(text.translate(_LOWER) for text in marks)
 
-    def escape(self, text: str) -> str:
-        """A text in which nothing acts as a control token."""
-        parts, at = [], 0
-        text = text.replace(MARK, "\ufffd")
-        for start, stop in self._found(text):
-            parts += [text[at : start + 1], MARK, text[start + 1 : stop]]
-            at = stop
-        return "".join([*parts, text[at:]])
+    def escape(self, text: str, *, own: bool = False) -> str:
+        """A text in which nothing acts as a control token, in whatever case. ``own``: it is the model's own, which may
+        write the marks of reasoning and of tool calls."""
+        text = _marked(_TAKEN.sub("\ufffd", text), self._acting, MARK)
+        return text if own else _marked(text, self._marking, CUT)
 
     @staticmethod
     def plain(text: str) -> str:
         """A text as it was before it was escaped."""
-        return text.replace(MARK, "")
+        return text.replace(MARK, "").replace(CUT, "")
 
     def split(self, text: str) -> list[str]:
         """The text cut in front of and behind every control token that acts."""
@@ -68,14 +94,8 @@ class Markup:
         return [text[a:b] for a, b in pairwise(cuts) if a < b]
 
     def _found(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where control tokens are spelled, from left to right, the longest first."""
-        at = 0
-        while self._first is not None and (match := self._first.search(text, at)):
-            at = match.start()
-            stop = next((at + n for n in self._lengths if text[at : at + n] in self._control), 0)
-            if stop and text[stop : stop + 1] != MARK:  # behind the mark of a token of one letter
-                yield at, stop
-            at = max(stop, at + 1)
+        """Where control tokens act: not where a mark stands behind one of a single letter."""
+        return ((start, stop) for start, stop in self._find(text) if text[stop : stop + 1] != MARK)
 
     def is_control(self, part: str) -> bool:
         """Whether a part of :meth:`split` is a control token."""
@@ -96,12 +116,15 @@ class Markup:
             plain = plain.lstrip()
         if after and self._model.swallows(self._control[after[0]])[0]:
             plain = plain.rstrip()
-        return self._placed(part, self._model.tokenize(plain.replace(MARK, "")))
+        if CUT not in plain:
+            return self._placed(part, self._model.tokenize(plain.replace(MARK, "")))
+        pieces = [piece for piece in re.split(f"(?<={CUT})", part) if piece]
+        return Lexed.joined([self._placed(p, self._model.tokenize(self.plain(p))) for p in pieces])
 
     def _placed(self, part: str, ids: TokenArray) -> Lexed:
         """Tokens of a part without control tokens, and where in it they end."""
         said, ends = self._spelled(ids)
-        plain = np.flatnonzero(np.asarray([c != MARK for c in part])) if MARK in part else np.arange(len(part))
+        plain = np.flatnonzero(np.asarray([c not in (MARK, CUT) for c in part], np.bool_))
         ends = ends - max(0, len(said) - len(plain))  # a space that some vocabularies put in front
         places = np.concatenate([[0], plain + 1])[np.clip(ends, 0, len(plain))]
         places[-1:] = len(part)
@@ -125,6 +148,15 @@ class Markup:
         if text in self._control and len(run) == 1:
             return Lexed(text, run, np.asarray([len(text)]))
         return self._placed(self.escape(self._spelled(run)[0]), run)
+
+
+def _marked(text: str, find: _Finder, mark: str) -> str:
+    """A text with a mark inside everything that is found in it, in any case."""
+    parts, at = [], 0
+    for start, stop in find(text.translate(_LOWER)):
+        parts += [text[at : start + 1], mark, text[start + 1 : stop]]
+        at = stop
+    return "".join([*parts, text[at:]])
 
 
 def _runs(control: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

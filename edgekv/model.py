@@ -26,7 +26,7 @@ _SAMPLE: Final = 1 << 16  # bytes a sample of the fingerprint
 _SAMPLES: Final = 64
 _NO_MEMORY: Final = ("Cannot allocate memory", "bad_alloc", "failed to allocate", "unable to allocate")
 # llama.h: LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, _LSTRIP, _RSTRIP
-_CONTROL, _LSTRIP, _RSTRIP = 1 | 1 << 3, 1 << 7, 1 << 8
+_CONTROL, _USER_DEFINED, _LSTRIP, _RSTRIP = 1 | 1 << 3, 1 << 4, 1 << 7, 1 << 8
 _ROPE_MROPE: Final = 8  # llama.h: LLAMA_ROPE_TYPE_MROPE; IMROPE (40) has the bit too, VISION (24) as well
 
 
@@ -277,6 +277,11 @@ class Model:
         """Text -> token, of those that a text is read for only with ``special`` (llama-vocab.cpp:
         tokenizer_st_partition)."""
         return {self.detokenize([t]): t for t in range(self.n_vocab) if self._attributes(t) & _CONTROL}
+
+    @cached_property
+    def defined_tokens(self) -> dict[str, int]:
+        """Text -> token, of those that stand for themselves in any text, such as marks of reasoning."""
+        return {self.detokenize([t]): t for t in range(self.n_vocab) if self._attributes(t) & _USER_DEFINED}
 
     def swallows(self, token: int) -> tuple[bool, bool]:
         """Whether a control token takes the white space in front of it, and that behind it, for its own."""

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import answers
-from .columns import State
 from .rendering import Rendering
 from .script import changes
 from .spans import Range
-from .turns import THINKING, TOOL_RESULT, TURN, Message, Turn
+from .turns import PINNED, THINKING, TOOL_RESULT, TURN, Message, Turn
 
 #: The span of what a template says in front of a first user turn by itself.
 PREAMBLE: Final = "preamble"
@@ -42,7 +41,7 @@ class Naming(Rendering):
             return len(self.preamble) if plain else 0
         part = self._rendered(turns[:k])
         if not part or text.startswith(part):
-            return len(part) or None
+            return len(part) or None  # "" where the template refuses
         hunks = changes(before, part, self.markup.split)
         end = hunks[-1].text if hunks and hunks[-1].stop == len(before) else ""
         return len(text) - len(tail) + len(end) if tail.startswith(end) else None
@@ -65,13 +64,15 @@ class Naming(Rendering):
     def _located(self, turn: Turn, start: int, stop: int) -> Turn:
         message = turn.message
         parts: tuple[tuple[str, Range], ...] = ()
-        if message.role == "tool" and (inner := self._place(message.content, start, stop)):
+        if message.role == "tool" and (inner := self._place(turn)):
             parts = ((TOOL_RESULT, inner),)
         if message.role == "assistant" and (thinking := answers.find_thinking(self.script.text, start, stop)):
             parts = self._thinking(thinking)
-        if message.role == "system" and not self._place(message.content, start, stop):
-            return replace(turn, range=self._place(message.content, 0, len(self.script.text)) or (0, 0))
-        return replace(turn, range=self.outline(start, stop), parts=parts)
+        whole = self.outline(start, stop)
+        if message.role == "system" and message.content:
+            place = self._place(turn)  # in a turn of somebody else's, or not written yet
+            whole = whole if place is not None and _inside(place, whole) else place or (0, 0)
+        return replace(turn, range=whole, parts=parts)
 
     def _extended(self, turn: Turn, stop: int) -> Turn:
         """Up to a character, over tokens that follow one another."""
@@ -81,14 +82,11 @@ class Naming(Rendering):
             return turn
         return replace(turn, range=(turn.range[0], self._on_from(turn.range[0], self.script.index[first[0] : number])))
 
-    def _place(self, content: str, start: int, stop: int) -> Range | None:
-        """The index range of a content in a stretch of the text, without delimiters; None where it is not there."""
-        written = self.markup.escape(content).strip()
-        at = self.script.text.find(written, start, stop) if written else -1
-        if at < 0:
-            return None
-        first, last = self.script.inside(at, at + len(written))
-        found = self._outline_of(first, last)
+    def _place(self, turn: Turn) -> Range | None:
+        """The index range of a turn's content, without delimiters; None where the template does not write it."""
+        k = next(k for k, other in enumerate(self.turns) if other.name == turn.name)
+        edges = [self._place_of(self.turns, k, self.script.text, front=front) for front in (True, False)]
+        found = self._outline_of(*self.script.inside(*edges)) if 0 < edges[0] < edges[1] else (0, 0)
         return found if found[0] < found[1] else None
 
     def outline(self, start: int, stop: int) -> Range:
@@ -102,9 +100,10 @@ class Naming(Rendering):
         return (int(index[0]), self._on_from(int(index[0]), index)) if len(index) else (0, 0)
 
     def _on_from(self, stop: int, index: npt.NDArray[np.int64]) -> int:
-        """How far indexes of tokens follow one another from ``stop`` on, those that were dropped left out."""
-        gone = np.zeros(len(self.session.tokens) + 1, np.int64)
-        gone[self.session.indexes(State.DROPPED) + 1] = 1
+        """How far indexes of tokens follow one another from ``stop`` on, left out those that belong to the text no
+        longer: dropped by the session, or hidden by the template."""
+        gone = np.ones(len(self.session.tokens) + 1, np.int64)
+        gone[0] = gone[self.script.index + 1] = gone[self.session.indexes() + 1] = 0
         gone = np.cumsum(gone)
         for number in index.tolist():
             if number >= stop and gone[number] - gone[stop] == number - stop:
@@ -116,7 +115,7 @@ class Naming(Rendering):
         for k, turn in enumerate(self.turns):
             if turn.message.role == "system" and turn.read:
                 here = _within(self.script.index, turn.range)
-                place = self._place(turn.message.content, 0, len(self.script.text))
+                place = self._place(turn)
                 if not here.any() or (place is not None and not _inside(place, turn.range)):
                     self.turns = (*self.turns[:k], replace(turn, range=place or turn.range), *self.turns[k + 1 :])
                     self.mark([self.turns[k]])
@@ -129,6 +128,7 @@ class Naming(Rendering):
             wanted += [(f"{turn.name}.{part}", place, turn.part_tags(part)) for part, place in turn.parts]
             for name, place, tags in wanted:
                 span = known.get(name)
+                tags |= span.tags & {PINNED} if span is not None and name != turn.name else frozenset()
                 if place[0] < place[1] and (span is None or (span.range, span.tags) != (place, tags)):
                     self.session.mark(place, name, role=turn.message.role, tags=tags)
 

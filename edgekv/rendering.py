@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from .receipts import Receipt
 from .script import Hunk, Script, changes, common
 from .session import Session
 from .template import Template
-from .turns import Message, Turn
+from .turns import Message, Turn, escaped
 
 _PROBE: Final = "\ufdd1"  # a code point nobody writes
 
@@ -43,7 +43,7 @@ class Rendering:
     ) -> None:
         self.session, self.template = session, template
         self.tools, self.variables = tuple(tools), dict(variables or {})
-        self.markup: Final = Markup(session.model)
+        self.markup: Final = Markup(session.model, template.source)
         self.script = Script.empty()
         self.turns: tuple[Turn, ...] = ()
         self.opening = ""
@@ -61,7 +61,9 @@ class Rendering:
         if not messages and not opening:
             return ""
         written = [m.for_template(self.template, self.markup) for m in messages]
-        text = self.template.render(written, add_generation_prompt=opening, tools=self.tools or None, **self.variables)
+        text = self.template.render(
+            written, add_generation_prompt=opening, tools=escaped(self.tools, self.markup) or None, **self.variables
+        )
         bos = self._bos
         return text if text.startswith(bos) else bos + text
 
@@ -101,17 +103,13 @@ class Rendering:
         here = np.flatnonzero((self.script.index >= turn.range[0]) & (self.script.index < turn.range[1]))
         return int(self.script.ends[here[-1]]) if len(here) else 0
 
-    def _place_of(self, turns: Sequence[Turn], k: int, text: str) -> int:
-        """Where the content of a message ends in a rendered text: there another content makes another text. 0 where
-        it is not written."""
+    def _place_of(self, turns: Sequence[Turn], k: int, text: str, *, front: bool = False) -> int:
+        """Where the content of a message ends in a rendered text, or begins: there another content makes another text.
+        0 where it is not written."""
         messages = [turn.message for turn in turns]
-        raw = messages[k].raw
-        messages[k] = replace(
-            messages[k], content=f"{messages[k].content}{_PROBE}", raw=None if raw is None else f"{raw}{_PROBE}"
-        )
+        messages[k] = messages[k].probed(_PROBE, front=front)
         other = self._rendered_of(messages)
-        at = common(text, other)
-        return at if other.startswith(_PROBE, at) else 0
+        return common(text, other) if other and other[: len(text)] != text[: len(other)] else 0
 
     def _rendered(self, turns: Sequence[Turn]) -> str:
         return self._rendered_of([turn.message for turn in turns])
@@ -124,9 +122,7 @@ class Rendering:
             return ""
 
     def _seams(self, turns: tuple[Turn, ...], text: str) -> list[int]:
-        """Where new turns begin in a text that does not only go on."""
-        if text.startswith(self.script.text):
-            return []
+        """Where new turns begin in a text."""
         new = [k for k, turn in enumerate(turns) if not turn.read]
         return [at for k in new if (at := self._num_rendered(turns[:k], text)) is not None]
 

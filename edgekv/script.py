@@ -47,25 +47,62 @@ def changes(
     if new.startswith(old):
         return [Hunk(len(old), len(old), new[len(old) :])] if len(new) > len(old) else []
     begin = old.rfind("\n", 0, common(old, new)) + 1
-    edges = [(begin, begin), *(pair for pair in anchors if min(pair) > begin), (len(old), len(new))]
+    edges = [(begin, begin), *(pair for pair in anchors if min(pair) >= begin < max(pair))]
     found = [
         Hunk(hunk.start + a, hunk.stop + a, hunk.text)
         for (a, c), (b, d) in pairwise(edges)
-        for hunk in _differences(old[a:b], new[c:d], split)
+        for hunk in _differences(_chunks(old[a:b], split), _chunks(new[c:d], split))
     ]
-    return _at_seams(old, found, set(seams))
+    a, c = edges[-1]
+    last = _rest(_chunks(old[a:], split), _chunks(new[c:], split))
+    return _at_seams(old, [*found, *(Hunk(h.start + a, h.stop + a, h.text) for h in last)], set(seams))
 
 
-def _differences(old: str, new: str, split: Split) -> list[Hunk]:
-    ours, theirs = _chunks(old, split), _chunks(new, split)
-    at = np.concatenate([[0], np.cumsum([len(c) for c in ours])])
+class _Chunk(NamedTuple):
+    """A line, or a control token, which ``acts`` and is never cut."""
+
+    text: str
+    acts: bool
+
+
+def _chunks(text: str, split: Split) -> list[_Chunk]:
+    return [
+        _Chunk(line, len(split(f"a{part}a")) > 1) for part in split(text) for line in part.splitlines(keepends=True)
+    ]
+
+
+def _differences(ours: list[_Chunk], theirs: list[_Chunk]) -> list[Hunk]:
+    at = np.concatenate([[0], np.cumsum([len(c.text) for c in ours])]).astype(int).tolist()
     matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
-    found = [
-        _trimmed(old, Hunk(int(at[a]), int(at[b]), "".join(theirs[c:d])))
-        for kind, a, b, c, d in matcher.get_opcodes()
-        if kind != "equal"
-    ]
+    found = (_trimmed(at[a], ours[a:b], theirs[c:d]) for kind, a, b, c, d in matcher.get_opcodes() if kind != "equal")
     return [hunk for hunk in found if hunk.start < hunk.stop or hunk.text]
+
+
+def _rest(ours: list[_Chunk], theirs: list[_Chunk]) -> list[Hunk]:
+    """Behind the last anchor, all from the first difference on is one hunk, to the end: new text at the end is read
+    as such, however it is like what stood there."""
+    same = 0
+    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
+        same += 1
+    start, stop = (sum(len(c.text) for c in ours[:n]) for n in (same, len(ours)))
+    front = _front(ours[same:], theirs[same:])
+    text = "".join(c.text for c in theirs[same:])[front:]
+    return [Hunk(start + front, stop, text)] if start + front < stop or text else []
+
+
+def _front(ours: list[_Chunk], theirs: list[_Chunk]) -> int:
+    """How many characters both begin with, before a control token of either."""
+    plain = bool(ours and theirs) and not (ours[0].acts or theirs[0].acts)
+    return common(ours[0].text, theirs[0].text) if plain else 0
+
+
+def _trimmed(at: int, ours: list[_Chunk], theirs: list[_Chunk]) -> Hunk:
+    """A hunk without what both its sides begin and end with."""
+    gone, text = ("".join(c.text for c in side) for side in (ours, theirs))
+    front = _front(ours, theirs)
+    back = _front(*([_Chunk(c.text[::-1], c.acts) for c in reversed(side)] for side in (ours, theirs)))
+    back = min(back, len(gone) - front, len(text) - front)
+    return Hunk(at + front, at + len(gone) - back, text[front : len(text) - back])
 
 
 def _at_seams(old: str, hunks: list[Hunk], seams: set[int]) -> list[Hunk]:
@@ -80,19 +117,6 @@ def _at_seams(old: str, hunks: list[Hunk], seams: set[int]) -> list[Hunk]:
         made.append(hunk)
         shift, least = shift + len(hunk.text) - (hunk.stop - hunk.start), hunk.stop
     return made
-
-
-def _chunks(text: str, split: Split) -> list[str]:
-    return [line for part in split(text) for line in part.splitlines(keepends=True)]
-
-
-def _trimmed(old: str, hunk: Hunk) -> Hunk:
-    """A hunk without what both its sides begin and end with."""
-    gone, text = old[hunk.start : hunk.stop], hunk.text
-    front = common(gone, text)
-    gone, text = gone[front:], text[front:]
-    back = common(gone[::-1], text[::-1])
-    return Hunk(hunk.start + front, hunk.start + front + len(gone) - back, text[: len(text) - back])
 
 
 def common(one: str, other: str) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from .errors import UsageError
 from .markup import Markup
 from .spans import Range
 from .template import Template
@@ -24,7 +23,7 @@ class Message:
 
     reasoning: what the model thought before it. tool_calls: as in the chat API of OpenAI. name: of a tool, for its
     result. tags: for targets such as "tag:draft". raw: as the model said it, with its own control tokens, for the
-    template; None for what a person wrote.
+    template; None for what a person wrote. said: the part of ``raw`` behind the reasoning.
     """
 
     role: str
@@ -34,41 +33,27 @@ class Message:
     name: str = ""
     tags: tuple[str, ...] = ()
     raw: str | None = None
+    said: str | None = None
 
     def for_template(self, template: Template, markup: Markup) -> dict[str, Any]:
         """As the template gets it: nothing in a text acts as a control token, but those the model said itself."""
-        made: dict[str, Any] = {"role": self.role, "content": markup.escape(self.content)}
-        if self.raw is not None:
-            made["content"] = self.raw
+        content = markup.escape(self.content, own=self.role == "assistant")
+        made: dict[str, Any] = {"role": self.role, "content": content if self.raw is None else self.raw}
         if self.reasoning and (key := _reasoning_key(template)):
-            made |= {"content": markup.escape(self.content), key: markup.escape(self.reasoning)}
+            made |= {"content": content if self.said is None else self.said, key: markup.escape(self.reasoning)}
         if self.tool_calls:
-            made["tool_calls"] = [_escaped(call, markup) for call in self.tool_calls]
+            made["tool_calls"] = [escaped(call, markup) for call in self.tool_calls]
         if self.name:
             made["name"] = markup.escape(self.name)
         return made
 
-    def as_dict(self) -> dict[str, Any]:
-        """As in the chat API of OpenAI; what is empty is left out."""
-        made = {"role": self.role, "content": self.content, "reasoning_content": self.reasoning, "name": self.name}
-        return {k: v for k, v in made.items() if v or k in ("role", "content")} | (
-            {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
-        )
+    def probed(self, probe: str, *, front: bool) -> Message:
+        """With something at the end of all that it says, or in front of it."""
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Message:
-        """A message of the chat API of OpenAI. Raises UsageError for one that makes no sense."""
-        content = given.get("content") or ""
-        if not isinstance(given.get("role"), str) or not isinstance(content, str):
-            raise UsageError(f"a message has a role and a content, both text: {dict(given)!r}")
-        calls = tuple(given.get("tool_calls") or ())
-        return cls(
-            given["role"],
-            content,
-            str(given.get("reasoning_content") or ""),
-            calls,
-            str(given.get("name") or ""),
-        )
+        def put(text: str | None) -> str | None:
+            return text and (f"{probe}{text}" if front else f"{text}{probe}")
+
+        return replace(self, content=put(self.content) or probe, raw=put(self.raw), said=put(self.said))
 
 
 def _reasoning_key(template: Template) -> str:
@@ -76,12 +61,13 @@ def _reasoning_key(template: Template) -> str:
     return next((key for key in ("reasoning_content", "thinking") if template.mentions(key)), "")
 
 
-def _escaped(value: Any, markup: Markup) -> Any:
+def escaped(value: Any, markup: Markup) -> Any:
+    """Plain data in which no text acts as a control token, keys included."""
     if isinstance(value, str):
         return markup.escape(value)
     if isinstance(value, Mapping):
-        return {key: _escaped(item, markup) for key, item in value.items()}
-    return [_escaped(item, markup) for item in value] if isinstance(value, Sequence) else value
+        return {escaped(key, markup): escaped(item, markup) for key, item in value.items()}
+    return [escaped(item, markup) for item in value] if isinstance(value, Sequence) else value
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def test_what_is_dropped_in_the_middle_is_one_hunk() -> None:
         "<>user\nhi<>\n<>assistant\n<t>\nhm\n</t>\n\nyes<>\n",
         "<>user\nhi<>\n<>assistant\nyes<>\n<>user\nand?<>\n",
     )
-    gone, tail = changes(old, new, split)
+    gone, tail = changes(old, new, split, anchors=[(old.index("yes"), new.index("yes"))])
     assert old[gone.start : gone.stop] == "<t>\nhm\n</t>\n\n" and not gone.text
     assert tail == Hunk(len(old), len(old), "<>user\nand?<>\n")
 
@@ -50,8 +50,19 @@ def test_a_turn_that_is_put_in_begins_where_turns_begin() -> None:
     """The texts of turns begin alike, so where a new one begins can be said in several ways."""
     old, new = "<>user\none<>\n<>user\ntwo<>\n", "<>user\none<>\n<>user\nnew<>\n<>user\ntwo<>\n"
     begins = len("<>user\none<>\n")
-    (hunk,) = changes(old, new, split, seams=[begins])
+    (hunk,) = changes(old, new, split, seams=[begins], anchors=[(old.index("two"), new.index("two"))])
     assert hunk == Hunk(begins, begins, "<>user\nnew<>\n")
+
+
+def test_without_an_anchor_all_behind_the_first_difference_is_new() -> None:
+    """However much of it is like what stood there: what is at the end must be read as such."""
+    old, new = "<>one<>\n", "<>one<><>two<>\n"
+    (hunk,) = changes(old, new, split)
+    assert hunk == Hunk(len(old) - 1, len(old), "<>two<>\n")
+
+
+def test_no_control_token_is_cut() -> None:
+    assert changes("hi<>", "hi>two<>", split) == [Hunk(2, 4, ">two<>")]
 
 
 def test_anchors_keep_old_messages_in_their_places() -> None:
