@@ -166,8 +166,8 @@ class Uninterrupted:
     def __exit__(self, *_: object) -> None:
         if self._before is None:
             return
-        Uninterrupted._held = Uninterrupted._pending = False
         signal.signal(signal.SIGINT, self._before)
+        Uninterrupted._held = Uninterrupted._pending = False  # not before: it may still arrive in that call
         if self._arrived:
             self._before(*self._arrived[0])
 

@@ -69,7 +69,10 @@ class Chat(Conversation):
                 "talking rather than answer"
             )
         if system is not None:
-            self.add("system", system)
+            try:
+                self.add("system", system)
+            except TemplateError:  # some want a user's message, too
+                self._waiting = (self._turn(Message("system", system)),)
 
     # -- talking ------------------------------------------------------------------------------------------------
 
@@ -84,8 +87,9 @@ class Chat(Conversation):
     ) -> Turn:
         """Read a message of anybody's; returns its turn. ``name``: of the tool, for a tool's result.
 
-        Raises ContextFull (the policy cannot make room), TemplateError (the template refuses it); then the
-        conversation is as it was.
+        Raises ContextFull (the policy cannot make room), TemplateError (the template refuses it), UsageError (no role
+        can be called that); then it is no part of the conversation. What the template writes otherwise from now on
+        may be hidden already.
         """
         self._end_reply()
         message = Message(role, content, "", tuple(tool_calls), name, tuple(tags))
@@ -123,8 +127,19 @@ class Chat(Conversation):
 
     def _go_to(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int = 0, own: bool = False) -> None:
         """Make room, then follow the template there. Ctrl-C waits for a place where text and tokens agree."""
-        with uninterrupted():
-            self._follow(self._with_room(turns, opening=opening, reserve=reserve), own=own)
+        waiting = self._waiting if not self.turns else ()
+        new = [turn.name for turn in (*waiting, *turns) if not any(turn.name == old.name for old in self.turns)]
+        done = False
+        try:
+            with uninterrupted():
+                self._follow(self._with_room((*waiting, *turns), opening=opening, reserve=reserve), own=own)
+                done = True
+        except KeyboardInterrupt:
+            if done and new:  # it came when all was read: a message is read with what follows it, or not at all
+                with uninterrupted():
+                    self._following.back_to(next(k for k, t in enumerate(self.turns) if t.name in new))
+            raise
+        self._waiting = ()
 
     def _with_room(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int) -> Ahead:
         ahead = self._following.ahead(turns, opening=opening)
@@ -146,15 +161,17 @@ class Chat(Conversation):
 
     def _follow(self, ahead: Ahead, *, own: bool = False) -> None:
         before = len(self._following.receipts)
-        self._following.go_to(ahead, own=own)
-        self._room.mine(r for receipt in self._following.receipts[before:] for r in receipt.ranges)
+        try:
+            self._following.go_to(ahead, own=own)
+        finally:
+            self._room.mine(r for receipt in self._following.receipts[before:] for r in receipt.ranges)
 
     def _make_room(self, ahead: Ahead, reserve: int) -> None:
         policy, need = self.options.policy, ahead.num_tokens + BESIDE
         if policy is not None:
             cuts = self._room.plan(policy, need, reserve)
             self._hide(cuts, policy)
-        self._room.free(need + reserve)
+        self._room.free(need + reserve, need)
 
     def _hide(self, cuts: tuple[Cut, ...], policy: Policy) -> list[Receipt]:
         """Hide what a policy named; what is to be summed up is summed up first."""
@@ -206,10 +223,17 @@ class Chat(Conversation):
             other = self._forked(session)
             other._following.back_to(last + 1)
             text = other.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens).text
-        self._room.hide_cuts(cuts)
+        hidden = self._room.hide_cuts(cuts)
         pair = [Message("user", ASK_SUMMARY, tags=(SUMMARY,)), Message("assistant", text, tags=(SUMMARY,))]
         turns = (*self.turns[: last + 1], *(self._turn(m) for m in pair), *self.turns[last + 1 :])
-        self._follow(self._following.ahead(turns, opening=False), own=True)
+        try:
+            self._follow(self._following.ahead(turns, opening=False), own=True)
+        except BaseException:
+            with uninterrupted():
+                for receipt in hidden:
+                    self.session.unmask(list(receipt.ranges))
+                self._room.shown()
+            raise
 
     # -- other texts --------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from .reply import Reply
 from .room import Room
 from .script import Script
 from .session import Session
-from .spans import Span, Target
+from .spans import Span, SpanTable, Target
 from .template import Template
 from .turns import PINNED, SUMMARY, Message, Turn
 from .wording import count
@@ -68,6 +68,7 @@ class Conversation:
         self._count = 0
         self._room = Room(session, options.spill)
         self._summing = False
+        self._waiting: tuple[Turn, ...] = ()
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -133,6 +134,9 @@ class Conversation:
     def _turn(self, message: Message) -> Turn:
         if message.role == "system" and not any(turn.name == "system" for turn in self.turns):
             return Turn("system", message)
+        SpanTable().check_name(message.role)
+        if self._following.markup.escape(message.role) != message.role:
+            raise UsageError(f"{message.role!r} is no role: it holds a token that acts in a template")
         self._count += 1
         return Turn(f"{SUMMARY if SUMMARY in message.tags else message.role}-{self._count}", message)
 
@@ -154,7 +158,7 @@ class Conversation:
         start = self._following.said_from
         answer = answers.parse(self.script.text[start:], self.opening)
         plain = self._following.markup.plain
-        message = Message("assistant", plain(answer.text), plain(answer.reasoning), raw=answer.raw)
+        message = Message("assistant", plain(answer.text), plain(answer.reasoning), raw=answer.raw, said=answer.text)
         turn = self._turn(replace(message, tags=(SUMMARY,) if self._summing else ()))
         thinking = None if answer.thinking is None else (start + answer.thinking[0], start + answer.thinking[1])
         self._following.answered(turn.name, turn.message, thinking)
@@ -186,7 +190,10 @@ class Conversation:
         if ended or self.session.engine.cells_free >= BESIDE:
             return []
         with self.session.midway():
-            return self._room.make(self.options.policy, _GO_ON, 0)
+            receipts, summarised = self._room.make(self.options.policy, _GO_ON)
+        if summarised:
+            self._following.note("turns were hidden without a summary: room ran out in the middle of an answer")
+        return receipts
 
     # -- hiding -------------------------------------------------------------------------------------------------
 
@@ -201,6 +208,8 @@ class Conversation:
         wanted = self.session.indexes_of(target)
         hidden = np.concatenate([self.session.indexes(State.MASKED), self.session.indexes(State.PARKED)])
         back = np.setdiff1d(np.intersect1d(wanted, hidden), self._dropped)
+        if not len(back) and np.isin(wanted, self._dropped).any():
+            raise BadState("the template writes that no longer: it stays hidden")
         receipt = self.session.unmask(self.session.ranges(back) if len(back) else target)
         self._room.shown()
         return receipt

@@ -76,7 +76,7 @@ class Following(Naming):
         hunk, (first, last) = self.script.widened(hunk)
         gone = self.script.text[hunk.start : hunk.stop]
         lexed = self.markup.lex(hunk.text)
-        if "".join(gone.split()) == "".join(hunk.text.split()) and self.script.said[first:last].any():
+        if "".join(gone.split()) == "".join(hunk.text.split()) and self.script.said[max(0, first - 1) : last + 1].any():
             self.script = self.script.reworded(hunk)  # the model's own white space stays as it said it
             return
         try:

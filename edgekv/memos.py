@@ -13,6 +13,7 @@ from .errors import WrongFile
 from .following import Following
 from .script import Script
 from .session import Session
+from .spans import Span, SpanTable
 from .turns import Turn
 
 FORMAT = "edgekv.chat/1"
@@ -34,6 +35,7 @@ class Memo:
     notes: tuple[str, ...]
     num_reread: int
     count: int
+    num_tokens: int
 
 
 def write(following: Following, hidden: npt.NDArray[np.int64], count: int) -> str:
@@ -52,6 +54,7 @@ def write(following: Following, hidden: npt.NDArray[np.int64], count: int) -> st
         tuple(following.notes),
         following.num_reread,
         count,
+        len(following.session.tokens),
     )
     return msgspec.json.encode(memo).decode()
 
@@ -73,12 +76,21 @@ def read(session: Session) -> Memo:
 def _check(memo: Memo, session: Session) -> None:
     index, ends = np.frombuffer(memo.index, "<i8"), np.frombuffer(memo.ends, "<i8")
     n = len(session.tokens)
+    if memo.num_tokens != n:
+        raise ValueError("the session has gone on without it")
     if not len(index) == len(ends) == len(memo.said):
         raise ValueError("its lists differ in length")
     if len(index) and not (index.min() >= 0 and index.max() < n and len(np.unique(index)) == len(index)):
         raise ValueError("it speaks of tokens that are not there")
     if len(ends) and not (ends.min() >= 0 and (np.diff(ends) >= 0).all() and ends[-1] <= len(memo.text)):
         raise ValueError("its text does not fit its tokens")
+    if memo.text and (not len(ends) or ends[-1] != len(memo.text)):
+        raise ValueError("its text does not fit its tokens")
+    if memo.count < 0 or any(not 0 <= i < n for i in memo.hidden):
+        raise ValueError("it speaks of tokens that are not there")
+    names = SpanTable()
+    for turn in memo.turns:
+        names.add(Span(turn.name, 0, 0))
     if any(not 0 <= a <= b <= n for turn in memo.turns for a, b in (turn.range, *(r for _, r in turn.parts))):
         raise ValueError("a turn lies outside the session")
 

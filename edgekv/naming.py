@@ -80,7 +80,7 @@ class Naming(Rendering):
         first = np.flatnonzero(self.script.index == turn.range[0])
         if not len(first) or first[0] >= number:
             return turn
-        return replace(turn, range=(turn.range[0], self._on_from(turn.range[0], self.script.index[first[0] : number])))
+        return replace(turn, range=self._outline_of(int(first[0]), number))
 
     def _place(self, turn: Turn) -> Range | None:
         """The index range of a turn's content, without delimiters; None where the template does not write it."""
@@ -94,21 +94,23 @@ class Naming(Rendering):
         return self._outline_of(*(int(np.searchsorted(self.script.ends, at, side="right")) for at in (start, stop)))
 
     def _outline_of(self, first: int, last: int) -> Range:
-        """From the first of these tokens on, as far as indexes follow one another: what was put in between two of
-        them belongs to the range by itself."""
+        """The stretch of indexes that goes across most of these tokens. Left out is what belongs to the text no longer
+        (dropped by the session, or hidden by the template); what was put in between two tokens belongs to their range
+        by itself."""
         index = self.script.index[first:last]
-        return (int(index[0]), self._on_from(int(index[0]), index)) if len(index) else (0, 0)
-
-    def _on_from(self, stop: int, index: npt.NDArray[np.int64]) -> int:
-        """How far indexes of tokens follow one another from ``stop`` on, left out those that belong to the text no
-        longer: dropped by the session, or hidden by the template."""
         gone = np.ones(len(self.session.tokens) + 1, np.int64)
         gone[0] = gone[self.script.index + 1] = gone[self.session.indexes() + 1] = 0
+        gone[index + 1] = 1
         gone = np.cumsum(gone)
-        for number in index.tolist():
-            if number >= stop and gone[number] - gone[stop] == number - stop:
-                stop = number + 1
-        return stop
+        found: list[list[int]] = []  # start, stop, the places of its first and last token
+        for at, number in enumerate(index.tolist()):
+            goes_on = (run for run in found if number >= run[1] and gone[number] - gone[run[1]] == number - run[1])
+            if (run := next(goes_on, None)) is not None:
+                run[1], run[3] = number + 1, at
+            elif not any(run[0] <= number < run[1] for run in found):
+                found.append([number, number + 1, at, at])
+        start, stop, *_ = max(found, key=lambda run: run[3] - run[2], default=[0, 0])
+        return (start, stop)
 
     def _find_system(self) -> None:
         """Where the system text stands now: some templates move it."""

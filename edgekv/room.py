@@ -38,8 +38,14 @@ class Room:
 
     def view(self, need: int = 0) -> View:
         session = self._session
-        free = session.engine.cells_free + len(session.indexes(State.MASKED))
+        free = session.engine.cells_free + len(self._freeable())
         return View(session.spans, session.indexes(), session.engine.num_cells, free, need)
+
+    def _freeable(self) -> npt.NDArray[np.int64]:
+        """The indexes of masked tokens whose cells no fork holds, in reading order."""
+        ledger = self._session._transcript.ledger
+        masked = ledger.columns.where(State.MASKED)
+        return ledger.places.indexes_of(np.flatnonzero(masked & ~ledger.shares.elsewhere(ledger.columns.cell)))
 
     def plan(self, policy: Policy, need: int, reserve: int) -> tuple[Cut, ...]:
         """What to hide so that ``need`` cells are free, and ``reserve`` more where that can be. Raises ContextFull."""
@@ -47,16 +53,16 @@ class Room:
             return policies.make_room(policy, self.view(need + reserve))
         return policies.make_room(policy, self.view(need))
 
-    def make(self, policy: Policy | None, need: int, reserve: int) -> list[Receipt]:
-        """Free that many cells. Raises ContextFull."""
-        receipts = [] if policy is None else self.hide_cuts(self.plan(policy, need, reserve))
-        receipts += self.free(need + reserve)
+    def make(self, policy: Policy | None, need: int) -> tuple[list[Receipt], bool]:
+        """Free that many cells; also whether something went that was to be summed up. Raises ContextFull."""
+        cuts = () if policy is None else self.plan(policy, need, 0)
+        receipts = [*self.hide_cuts(cuts), *self.free(need)]
         if self._session.engine.cells_free < need:
             raise ContextFull(
                 f"{need:,} cells are needed and {self._session.engine.cells_free:,} are free; evict or park something, "
                 "give the chat a policy, or open it with a larger n_ctx"
             )
-        return receipts
+        return receipts, any(cut.summarise for cut in cuts)
 
     def hide_cuts(self, cuts: Iterable[Cut], then: str = "none") -> list[Receipt]:
         return self.hide((i for cut in cuts for a, b in cut.ranges for i in range(a, b)), then=then)
@@ -67,9 +73,14 @@ class Room:
         here = np.setdiff1d(np.intersect1d(wanted, self._session.indexes()), self._sinks)
         if not len(here):
             return []
-        receipt = self._session.mask(self._session.ranges(here), then=then, refresh_last=refresh_last)
-        self.hidden = np.union1d(self.hidden, here)
-        return [receipt]
+        try:
+            return [self._session.mask(self._session.ranges(here), then=then, refresh_last=refresh_last)]
+        except ContextFull:
+            if np.isin(here, self._session.indexes()).any():
+                raise
+            return [self._session.history[-1]]  # masked, and no room to read again what stands behind
+        finally:
+            self.hidden = np.union1d(self.hidden, np.setdiff1d(here, self._session.indexes()))
 
     @property
     def _sinks(self) -> npt.NDArray[np.int64]:
@@ -93,17 +104,18 @@ class Room:
         self.hidden = np.setdiff1d(self.hidden, self._session.indexes())
 
     def _oldest(self, count: int) -> npt.NDArray[np.int64]:
-        """The first masked tokens, at least that many, up to the end of a turn."""
-        masked = self._session.indexes(State.MASKED)
+        """The first tokens whose cells can be given up, at least that many, up to the end of a turn."""
+        masked = self._freeable()
         last = masked[count - 1 : count]
         ends = [s.stop for s in self._session.spans if TURN in s.tags and len(last) and s.start <= last[0] < s.stop]
         return masked if not ends else masked[(np.arange(len(masked)) < count) | (masked < min(ends))]
 
-    def free(self, count: int) -> list[Receipt]:
-        """Give up cells of hidden tokens, those in front first, until ``count`` are free or none is left."""
+    def free(self, count: int, least: int = 0) -> list[Receipt]:
+        """Give up cells of hidden tokens, those in front first, until ``count`` are free or none is left; where not
+        even ``least`` would be free, none is given up."""
         engine, receipts = self._session.engine, list[Receipt]()
         missing = count - engine.cells_free
-        if missing <= 0:
+        if missing <= 0 or engine.cells_free + len(self._freeable()) < least:
             return receipts
         chosen = self._oldest(max(missing, engine.num_cells // _AT_ONCE))
         by_hand = ~np.isin(chosen, self.hidden)

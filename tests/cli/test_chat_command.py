@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -192,6 +193,40 @@ def test_compare_measures_this_conversation(edgekv: Callable[..., Any], tiny_pat
     done = edgekv("chat", tiny_path(), *CHAT, "--json", stdin=said)
     report = next(e for e in events(done.out) if e["event"] == "compare")["report"]
     assert report["schema"].startswith("edgekv.compare") and done.code == 0
+
+
+@pytest.mark.parametrize(
+    "line", ["/save ~nosuchuser/x/y", "/summarize ²", "/mask ²:3", "/mask 1:" + "9" * 5000, "[" * 200000]
+)
+def test_odd_lines_are_no_bugs(edgekv: Callable[..., Any], tiny_path: TinyPath, line: str) -> None:
+    done = edgekv("chat", tiny_path(), *CHAT, "--json", "--no-autosave", stdin=lines("Hello!", line, "/stats"))
+    assert [e["event"] for e in events(done.out)][-1] == "stats" and "a bug" not in done.err
+
+
+def test_what_a_model_says_cannot_steer_the_terminal(edgekv: Callable[..., Any], tiny_path: TinyPath) -> None:
+    said = lines('{"message": "\\u001b]0;owned\\u0007 hi"}', "/system \x1b]0;owned\x07", "/spans", "/pin \x1b[31m")
+    done = edgekv("chat", tiny_path(), *CHAT, "--no-autosave", stdin=said)
+    assert "\x1b" not in done.out + done.err and "\x07" not in done.out + done.err
+
+
+def test_a_saved_chat_brings_its_model(edgekv: Callable[..., Any], tiny_path: TinyPath, tmp_path: Path) -> None:
+    edgekv("chat", tiny_path(), *CHAT, "--no-autosave", stdin=lines("Hello!", f"/save {tmp_path / 'x.kvs'}"))
+    done = edgekv("chat", "--load", tmp_path / "x.kvs", "--temperature", 0, "--seed", 7, "--json", stdin=lines("/set"))
+    told = next(e for e in events(done.out) if e["event"] == "settings")
+    assert (told["temperature"], told["seed"]) == (0, 7) and done.code == 0
+    assert edgekv("chat", "--load", tmp_path / "x.kvs", "--kv-type", "q8_0", stdin=b"").code == 2
+
+
+def test_nobody_reads_any_more(tiny_path: TinyPath) -> None:
+    command = [sys.executable, "-m", "edgekv", "chat", str(tiny_path()), *map(str, CHAT), "--no-autosave"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(lines(*["Hello!"] * 20))
+            process.stdin.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 1 and said.count("Errno") == 0 and "Traceback" not in said
 
 
 def test_help_lists_every_command(edgekv: Callable[..., Any], tiny_path: TinyPath) -> None:

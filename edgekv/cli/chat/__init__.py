@@ -16,7 +16,7 @@ from edgekv.memory import KV_BLOCKS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from edgekv import Model, Session
+    from edgekv import Session
     from edgekv.chat import Chat, Options
 
 _HELP = """Talk with a model, offline, for as long as you like.
@@ -54,10 +54,10 @@ class Given:
     spill: str
     then: str
     max_tokens: int
-    temperature: float
+    temperature: float | None
     seed: int | None
     n_ctx: int | None
-    kv_type: str
+    kv_type: str | None
     threads: int | None
     memory_budget: str | None
     autosave: str | None
@@ -90,10 +90,10 @@ class Given:
     help="Read what stands behind a mask again.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=512, show_default=True, help="Of an answer.")
-@click.option("--temperature", type=float, default=0.7, show_default=True, help="0 takes the likeliest token.")
+@click.option("--temperature", type=float, help="0 takes the likeliest token.  [default: 0.7]")
 @click.option("--seed", type=int, help="Repeat a drawn conversation.")
 @click.option("--n-ctx", type=click.IntRange(1), metavar="CELLS", help="Size of the cache.  [default: up to 4096]")
-@click.option("--kv-type", type=click.Choice(list(KV_BLOCKS)), default="f16", show_default=True, help="Of the cache.")
+@click.option("--kv-type", type=click.Choice(list(KV_BLOCKS)), help="Of the cache.  [default: f16]")
 @click.option("--threads", type=click.IntRange(1), help="[default: the physical cores]")
 @click.option("--memory-budget", metavar="SIZE", help='Size the cache so that the process stays below, "512MiB".')
 @click.option("--autosave", metavar="FILE", help="Where the conversation is saved after each answer.")
@@ -120,7 +120,8 @@ def chat(as_json: bool, **values: Any) -> int:
 
 
 def _check(given: Given) -> None:
-    if given.load_from and (given.system or given.template or given.attached or given.n_ctx or given.memory_budget):
+    brought = (given.system, given.template, given.attached, given.n_ctx, given.memory_budget, given.kv_type)
+    if given.load_from and any(brought):
         raise UsageError("--load brings its own system text, template and cache; give only what else is to change")
     if given.memory_budget and given.n_ctx:
         raise UsageError("--memory-budget chooses the cells; leave --n-ctx out")
@@ -140,33 +141,38 @@ def _opened(given: Given, options: Options, state: Any) -> Iterator[Chat]:
     """The chat, on a model and a session that are closed with it."""
     from dataclasses import replace
 
-    from edgekv import Model
     from edgekv.chat import Chat
     from edgekv.cli.chat.loop import DEFAULT_SAMPLING
 
-    with Model(given.model) as model, contextlib.ExitStack() as stack:
-        if not model.capabilities.mask and options.policy is not None:
-            state.screen.note(f"note: no policy: {model.capabilities.mask.reason}")
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(_session(given, stack))
+        if not session.model.capabilities.mask and options.policy is not None:
+            state.screen.note(f"note: no policy: {session.model.capabilities.mask.reason}")
             options = replace(options, policy=None)
-        session = stack.enter_context(_session(given, model))
         if given.load_from:
             chat = Chat.load(session, options=options)
         else:
             template = given.template.read_text("utf-8") if given.template else None
             chat = Chat(session, system=given.system, template=template, options=options)
-            session.sampling = replace(DEFAULT_SAMPLING, temperature=given.temperature, seed=given.seed)
+            session.sampling = DEFAULT_SAMPLING
+        changes = {"temperature": given.temperature, "seed": given.seed}
+        told: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        session.sampling = replace(session.sampling, **told)
         for path in given.attached:
             state.screen.note(str(chat.attach(path)))
         yield chat
 
 
-def _session(given: Given, model: Model) -> Session:
-    from edgekv import Session
+def _session(given: Given, stack: contextlib.ExitStack) -> Session:
+    from edgekv import Model, Session
 
-    if given.load_from:
-        return Session.load(given.load_from, model, n_threads=given.threads)
+    source = click.get_current_context().get_parameter_source("model")
+    if given.load_from:  # its own model, unless another file of it is named
+        named = given.model if source is not click.core.ParameterSource.DEFAULT else None
+        return Session.load(given.load_from, named, n_threads=given.threads)
+    model = stack.enter_context(Model(given.model))
     if given.memory_budget:
-        return Session(model, memory_budget=given.memory_budget, n_threads=given.threads)
+        return Session(model, memory_budget=given.memory_budget, kv_type=given.kv_type, n_threads=given.threads)
     n_ctx = given.n_ctx or min(_MOST_CELLS, model.n_ctx_train or _MOST_CELLS)
     return Session(model, n_ctx=n_ctx, kv_type=given.kv_type, n_threads=given.threads)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -123,7 +124,8 @@ def _target(rest: str) -> Target:
     targets: list[Target] = []
     for word in rest.split():
         start, colon, stop = word.partition(":")
-        targets.append((int(start), int(stop)) if colon and start.isdigit() and stop.isdigit() else word)
+        numbers = colon and all(_is_whole(part) for part in (start, stop))
+        targets.append((int(start), int(stop)) if numbers else word)
     return targets if len(targets) > 1 else targets[0]
 
 
@@ -181,13 +183,13 @@ def _back(state: State, rest: str) -> None:  # noqa: ARG001
 
 
 def _save(state: State, rest: str) -> None:
-    path = Path(rest).expanduser()
+    path = Path(os.path.expanduser(rest))
     num_bytes = state.chat.save(path)
     state.screen.show("saved", {"path": str(path), "size": num_bytes}, f"saved: {path} ({size(num_bytes)})")
 
 
 def _load(state: State, rest: str) -> None:
-    path = Path(rest).expanduser() if rest else state.autosave
+    path = Path(os.path.expanduser(rest)) if rest else state.autosave
     if path is None:
         raise UsageError("name a file; this chat has no autosave")
     old = state.chat
@@ -258,9 +260,13 @@ def read_policy(text: str) -> policies.Policy | None:
 
 
 def _whole(text: str, what: str) -> int:
-    if not text.isdigit():
+    if not _is_whole(text):
         raise UsageError(f"{what} is a whole number, not {text!r}")
     return int(text)
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 16
 
 
 _SETTINGS: Final[dict[str, Callable[[State, str, str], None]]] = {

@@ -78,6 +78,8 @@ class Loop:
             self._failed(f"{err}; /load brings back what was saved")
         except ContextFull as err:
             self._failed(f"{err}. The conversation is as it was")
+        except BrokenPipeError:
+            raise  # nobody reads any more
         except (EdgekvError, OSError) as err:
             self._failed(str(err))
 
@@ -104,11 +106,12 @@ class Loop:
                 screen.piece(kind, piece)
         except KeyboardInterrupt:
             reply.close()
-        finally:
-            if reply.finished:
-                screen.answered(reply, _facts(reply, time.perf_counter() - began))
-                self._tell_notes()
-                self._save()
+        except ContextFull as err:
+            reply.close()
+            self._failed(f"{err}. What was said stays")
+        screen.answered(reply, _facts(reply, time.perf_counter() - began))
+        self._tell_notes()
+        self._save()
 
     def _tell_notes(self) -> None:
         told = self.state.told
@@ -124,6 +127,8 @@ class Loop:
             return
         try:
             self.state.chat.save(path)
+        except KeyboardInterrupt:
+            self.state.screen.note("interrupted: the autosave is that of the answer before")
         except (EdgekvError, OSError) as err:
             self.state.autosave = None
             self.state.screen.note(f"note: no autosave any more: {err}")

@@ -94,13 +94,13 @@ class Plain:
         self.note(summary_of(reply))
 
     def show(self, event: str, facts: dict[str, Any], drawn: RenderableType | str) -> None:  # noqa: ARG002
-        console().print(drawn, markup=False)
+        console().print(harmless(drawn) if isinstance(drawn, str) else drawn, markup=False)
 
     def note(self, text: str) -> None:
-        talk().print(text, style="dim", markup=False, soft_wrap=True)
+        talk().print(harmless(text), style="dim", markup=False, soft_wrap=True)
 
     def error(self, text: str) -> None:
-        click.echo(f"error: {text}", err=True)
+        click.echo(f"error: {harmless(text)}", err=True)
 
     def progress(self, what: str) -> AbstractContextManager[Update]:
         return progress(what, unit="tokens")
@@ -111,7 +111,7 @@ class Events(Plain):
     pipe, or {"message": TEXT}, which may hold newlines and begin with a slash."""
 
     def lines(self) -> Generator[str, None, None]:
-        for line in iter(sys.stdin.readline, ""):
+        while line := self._read(False):
             yield _message(line.rstrip("\r\n"))
 
     def piece(self, kind: str, text: str) -> None:
@@ -138,7 +138,7 @@ def _message(line: str) -> str:
     """The text of a line; a message that begins with a slash is told from a command by a space in front of it."""
     try:
         given = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line
     if not isinstance(given, dict) or not isinstance(text := given.get("message"), str):
         return line

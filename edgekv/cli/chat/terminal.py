@@ -81,10 +81,10 @@ class Terminal(Plain):
         self._wrap = None
 
     def note(self, text: str) -> None:
-        talk().print(text, style="dim", markup=False)
+        talk().print(harmless(text), style="dim", markup=False)
 
     def error(self, text: str) -> None:
-        talk().print(Text.assemble(("error: ", "red"), text))
+        talk().print(Text.assemble(("error: ", "red"), harmless(text)))
 
     def _style(self, code: str) -> None:
         if not self._out.no_color:
