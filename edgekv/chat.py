@@ -127,7 +127,7 @@ class Chat(Conversation):
 
     def _go_to(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int = 0, own: bool = False) -> None:
         """Make room, then follow the template there. Ctrl-C waits for a place where text and tokens agree."""
-        waiting = self._waiting if not self.turns else ()
+        waiting = self._waiting if turns and not self.turns else ()
         new = [turn.name for turn in (*waiting, *turns) if not any(turn.name == old.name for old in self.turns)]
         done = False
         try:
@@ -139,7 +139,7 @@ class Chat(Conversation):
                 with uninterrupted():
                     self._following.back_to(next(k for k, t in enumerate(self.turns) if t.name in new))
             raise
-        self._waiting = ()
+        self._waiting = () if self.turns else self._waiting
 
     def _with_room(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int) -> Ahead:
         ahead = self._following.ahead(turns, opening=opening)
@@ -242,6 +242,9 @@ class Chat(Conversation):
         with the old one in view. Raises TemplateError, ContextFull."""
         self._end_reply()
         first, message = self.turns[:1], Message("system", content)
+        if self._waiting and not first:
+            self._waiting = (replace(self._waiting[0], message=message),)
+            return
         if first and first[0].message.role == "system":
             turns = (replace(first[0], message=replace(first[0].message, content=content)), *self.turns[1:])
         else:

@@ -301,8 +301,11 @@ def test_a_template_that_wants_a_question_first(tiny_path: TinyPath) -> None:
     asked = "messages|selectattr('role', 'equalto', 'user')|list|length"
     wants = "{% if " + asked + " == 0 %}{{ raise_exception('no query') }}{% endif %}"
     chat = open_chat(tiny_path(), wants + CHATML, system="You are terse.")
+    chat.settle()  # nothing to read, and nothing to refuse
     assert not chat.turns
+    chat.set_system("You are a pirate.")
     chat.ask("Hello?").finish()
+    assert chat.messages[0].content == "You are a pirate."
     assert [t.name for t in chat.turns] == ["system", "user-1", "assistant-2"]
     check(chat)
     chat.session.close()
