@@ -276,12 +276,21 @@ class Model:
     def control_tokens(self) -> dict[str, int]:
         """Text -> token, of those that a text is read for only with ``special`` (llama-vocab.cpp:
         tokenizer_st_partition)."""
-        return {self.detokenize([t]): t for t in range(self.n_vocab) if self._attributes(t) & _CONTROL}
+        return self._of_kind(_CONTROL)
 
     @cached_property
     def defined_tokens(self) -> dict[str, int]:
         """Text -> token, of those that stand for themselves in any text, such as marks of reasoning."""
-        return {self.detokenize([t]): t for t in range(self.n_vocab) if self._attributes(t) & _USER_DEFINED}
+        return self._of_kind(_USER_DEFINED)
+
+    def _of_kind(self, bits: int) -> dict[str, int]:
+        return {self.detokenize([t]): t for t, attributes in self._special.items() if attributes & bits}
+
+    @cached_property
+    def _special(self) -> dict[int, int]:
+        """Token -> attributes, of all that are no plain text: asking for each of a large vocabulary takes its time."""
+        wanted, ask, vocab = _CONTROL | _USER_DEFINED, lib.llama_vocab_get_attr, self.vocab
+        return {t: attributes for t in range(self.n_vocab) if (attributes := int(ask(vocab, t))) & wanted}
 
     def swallows(self, token: int) -> tuple[bool, bool]:
         """Whether a control token takes the white space in front of it, and that behind it, for its own."""
