@@ -450,12 +450,23 @@ def test_every_field_is_needed(file: Path, bystander: Bystander) -> None:
     """As in a file of an older edgekv, whose number was not counted up."""
     contents = members(file)
     document = json.loads(contents["session.json"])
-    for path in [(key,) for key in document] + [("table", key) for key in document["table"]]:
+    needed = [key for key in document if key != "memo"]  # of a file from before there were memos, see below
+    for path in [(key,) for key in needed] + [("table", key) for key in document["table"]]:
         changed = json.loads(contents["session.json"])
         (changed if len(path) == 1 else changed["table"]).pop(path[-1])
         rewrite(file, contents | {"session.json": json.dumps(changed).encode()})
         with pytest.raises(errors.DamagedFile, match=f"missing required field `{path[-1]}`"):
             Session.load(file, bystander.engine)
+
+
+def test_a_file_from_before_there_were_memos(file: Path, bystander: Bystander) -> None:
+    """It has none, and loads."""
+    contents = members(file)
+    document = json.loads(contents["session.json"])
+    assert document.pop("memo") == ""
+    rewrite(file, contents | {"session.json": json.dumps(document).encode()})
+    with Session.load(file, bystander.engine) as session:
+        assert session.memo == ""
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
