@@ -156,6 +156,7 @@ class Uninterrupted:
         if not callable(before):  # SIG_IGN, SIG_DFL or a handler from C: nothing of Python's to hold back
             return
         self._arrived: list[tuple[int, FrameType | None]] = []
+        Uninterrupted._pending = False  # one that came while the block before ended was that block's
         signal.signal(signal.SIGINT, self._hold)
         self._before, Uninterrupted._held = before, True
 
@@ -166,8 +167,8 @@ class Uninterrupted:
     def __exit__(self, *_: object) -> None:
         if self._before is None:
             return
+        Uninterrupted._held = False  # first: the handler from before may raise as soon as it is back
         signal.signal(signal.SIGINT, self._before)
-        Uninterrupted._held = Uninterrupted._pending = False  # not before: it may still arrive in that call
         if self._arrived:
             self._before(*self._arrived[0])
 
@@ -179,5 +180,5 @@ def uninterrupted() -> Uninterrupted:
 
 def raise_if_interrupted() -> None:
     """Let Ctrl-C through that waits, at a place where nothing is half done: a long block asks between its steps."""
-    if Uninterrupted._pending and threading.get_ident() == threading.main_thread().ident:
+    if Uninterrupted._held and Uninterrupted._pending and threading.get_ident() == threading.main_thread().ident:
         raise KeyboardInterrupt
