@@ -135,9 +135,10 @@ class Chat(Conversation):
                 self._follow(self._with_room((*waiting, *turns), opening=opening, reserve=reserve), own=own)
                 done = True
         except KeyboardInterrupt:
-            if done and new:  # it came when all was read: a message is read with what follows it, or not at all
+            # It came when all was read: a message stays with its answer, or not at all.
+            if done and new and [turn.name for turn in self.turns[-len(new) :]] == new:
                 with uninterrupted():
-                    self._following.back_to(next(k for k, t in enumerate(self.turns) if t.name in new))
+                    self._following.back_to(len(self.turns) - len(new))
             raise
         self._waiting = () if self.turns else self._waiting
 

@@ -258,8 +258,11 @@ def test_ctrl_c_when_all_is_read_leaves_no_half_exchange(tiny_path: TinyPath, mo
     monkeypatch.setattr(Naming, "_name", interrupted)
     with pytest.raises(KeyboardInterrupt):
         chat.ask("And?")
-    monkeypatch.undo()
     assert chat.messages == messages
+    with pytest.raises(KeyboardInterrupt):
+        chat.set_system("You are a pirate.")
+    assert [m.role for m in chat.messages] == ["system", "user", "assistant"]  # done, and nothing behind it is dropped
+    monkeypatch.undo()
     chat.ask("And on?").finish()
     check(chat)
     chat.session.close()
