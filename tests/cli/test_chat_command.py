@@ -57,9 +57,10 @@ def test_several_lines_between_quotes_are_one_message(edgekv: Callable[..., Any]
 def test_every_event_is_a_json_object_with_its_name(
     edgekv: Callable[..., Any], tiny_path: TinyPath, home: Path
 ) -> None:
+    file = home / "x.kvs"
     said = ["Hello!", "/mask user-1", "/spans", "/map", "/stats", "/plan keep_turns(1)", "/unmask user-1", "/undo",
             "/fork", "Branch.", "/back", "/pin user-1", "/unpin user-1", "/system Be terse.", "/set", "/set top_k 5",
-            f"/save {home / 'x.kvs'}", f"/load {home / 'x.kvs'}", "/summarize", "/help", "/nonsense", "/exit", "never read"]  # fmt: skip
+            f"/save {file}", f"/load {file}", "/summarize", "/help", "/nonsense", "/exit", "never read"]  # fmt: skip
     done = edgekv("chat", tiny_path(), *CHAT, "--json", stdin=lines(*said))
     told = events(done.out)
     names = [e["event"] for e in told if e["event"] not in ("piece", "note")]
