@@ -7,7 +7,7 @@
 mask: a Chat that hides the oldest turns. summarise: one that sums them up first. reread: what wrappers do, which trim
 their list of messages and read again what no longer follows. llama_cpp: llama-cpp-python's own chat completion, on the
 same trimmed list. All on contexts of their own, in one order that goes round, so that what else a machine does hits all
-alike. The two chats give a piece out when its token is in the cache, llama_cpp.Llama before: one token sooner.
+alike. A session gives a piece out when its token is in the cache, llama_cpp.Llama before that: one decode sooner.
 
 options.py: what is said; texts.py: messages, the template, trimming; ways.py: the four; run.py, result.py, html.py.
 """
