@@ -1,4 +1,4 @@
-"""Chat: a conversation in the model's own template, of any length, of which no turn costs more than what is new in it.
+"""Chat: a conversation in the model's own template, of any length, of which no turn reads more than what is new in it.
 
 with Session("smollm2", n_ctx=1024) as session:
     chat = Chat(session, system="You are terse.", options=Options(policy=policies.hide_oldest()))
