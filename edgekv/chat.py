@@ -289,7 +289,4 @@ class Chat(Conversation):
 
 
 def _template(session: Session, source: str, now: datetime | None) -> Template:
-    model = session.model
-    end = next((t for t in model.end_tokens), None)
-    bos = "" if model.bos is None else model.detokenize([model.bos])
-    return Template(source, bos=bos, eos="" if end is None else model.detokenize([end]), now=now)
+    return Template(source, bos=session.model.bos_text, eos=session.model.end_text, now=now)

@@ -18,7 +18,7 @@ from .markup import Lexed
 from .naming import PREAMBLE, Naming
 from .receipts import Receipt
 from .rendering import Ahead
-from .script import Hunk
+from .script import Hunk, num_same
 from .session import Session
 from .turns import TURN, Turn
 
@@ -38,7 +38,7 @@ class Following(Naming):
 
     def begin(self) -> None:
         """Read what every conversation without a system text begins with, if nothing is read yet."""
-        if not len(self.script) and (text := self.preamble or self._bos):
+        if not len(self.script) and (text := self.preamble or self.session.model.bos_text):
             self._read_behind(text, 0)
             self.session.mark(self.outline(0, len(text)), PREAMBLE, role="system", tags=[TURN])
 
@@ -174,18 +174,18 @@ class Following(Naming):
     def _lex_behind(self, text: str) -> tuple[int, Lexed]:
         """The tokens of text behind the script, and how many tokens before it give way, since the two are tokenized
         together: as llama.cpp tokenizes the whole."""
-        script, lexed = self.script, self.markup.lex(text)
-        control = np.flatnonzero(np.isin(script.ids, list(self.session.model.control_tokens.values())))
+        script = self.script
+        control = np.flatnonzero(self.markup.acting(script.ids))
         first = int(control[-1]) + 1 if len(control) else 0
         own = script.text[script.start_of(first) :]
         front = next(iter(self.markup.split(text)), "")
         if not own or self.markup.is_control(front):
-            return 0, lexed
+            return 0, self.markup.lex(text)
         joint, have = self.markup.lex(own + front), script.ids[first:]
-        same = _num_same(joint.ids, have)
+        same = num_same(joint.ids, have)
         back = len(have) - same
         if back and (back > _MOST_BACK or script.said[first + same :].any() or not self._is_last):
-            return 0, self._cut_off(joint, len(own), text[len(front) :]) or lexed
+            return 0, self._cut_off(joint, len(own), text[len(front) :]) or self.markup.lex(text)
         kept = int(joint.ends[same - 1]) if same else 0
         rest = Lexed((own + front)[kept:], joint.ids[same:], joint.ends[same:] - kept)
         return back, Lexed.joined([rest, self.markup.lex(text[len(front) :])])
@@ -211,24 +211,10 @@ class Following(Naming):
         index = np.arange(max(0, generation.start_index), len(self.session.tokens))
         return np.setdiff1d(index, self.session.indexes(State.DROPPED))  # a stop string was dropped
 
-    def _without_end(self, turns: tuple[Turn, ...], number: int) -> tuple[Turn, ...]:
-        """The turns when the tokens from that one on are dropped: one that loses its beginning is not read."""
-        gone = set(self.script.index[number:].tolist())
-        return tuple(replace(turn, range=(0, 0), parts=()) if turn.range[0] in gone else turn for turn in turns)
-
     def back_to(self, count: int) -> None:
         """Drop all behind the first ``count`` turns."""
         kept = self.turns[:count]
         start = next((turn.range[0] for turn in self.turns[count:] if turn.read), None)
         if start is not None:
-            number = int(np.flatnonzero(self.script.index == start)[0])
-            kept = self._without_end(kept, number)
-            self._drop_from(number)
-        self.turns = kept
-
-
-def _num_same(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
-    shorter = min(len(one), len(other))
-    differ = np.flatnonzero(one[:shorter] != other[:shorter])
-    return int(differ[0]) if len(differ) else shorter
+            self._drop_from(int(np.flatnonzero(self.script.index == start)[0]))
+        self.turns = tuple(map(self._if_there, kept))

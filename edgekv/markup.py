@@ -73,6 +73,7 @@ class Markup:
         self._control = {text: token for text, token in model.control_tokens.items() if text}
         # Tokens that llama.cpp reads in any text; those a template marks turns with are nobody else's to write.
         marks = [text for text in model.defined_tokens if len(text) > 2 and text in template]
+        self._control_ids = np.asarray(list(self._control.values()), np.int32)
         self._find = _Finder(self._control)
         self._acting = _Finder(text.translate(_LOWER) for text in self._control)
         self._marking = _Finder(text.translate(_LOWER) for text in marks)
@@ -100,6 +101,10 @@ class Markup:
     def is_control(self, part: str) -> bool:
         """Whether a part of :meth:`split` is a control token."""
         return part in self._control
+
+    def acting(self, ids: TokenArray) -> npt.NDArray[np.bool_]:
+        """bool (n,): which tokens are control tokens."""
+        return np.isin(ids, self._control_ids)
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
@@ -140,8 +145,7 @@ class Markup:
 
     def said(self, ids: TokenArray) -> Lexed:
         """What a model said, as a text that can be rendered: its control tokens act, what it only spelled does not."""
-        control = np.isin(ids, np.asarray(list(self._control.values()), np.int32))
-        return Lexed.joined([self._said(ids[a:b]) for a, b in _runs(control)])
+        return Lexed.joined([self._said(ids[a:b]) for a, b in _runs(self.acting(ids))])
 
     def _said(self, run: TokenArray) -> Lexed:
         text = self._model.detokenize(run)

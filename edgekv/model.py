@@ -262,6 +262,16 @@ class Model:
         token = int(lib.llama_vocab_bos(self.vocab))
         return token if wanted and token >= 0 else None
 
+    @cached_property
+    def bos_text(self) -> str:
+        """:attr:`bos` as text, "" for none."""
+        return "" if self.bos is None else self.detokenize([self.bos])
+
+    @cached_property
+    def end_text(self) -> str:
+        """The first of :attr:`end_tokens` as text, "" for none; the others are not looked for."""
+        return next((self.detokenize([t]) for t in range(self.n_vocab) if self.is_end(t)), "")
+
     def is_end(self, token: int) -> bool:
         """Whether a token ends a generation (end of sequence or of turn)."""
         self._check_open()

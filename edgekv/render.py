@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .wording import count, printable, size
+from .wording import count, printable, size, states
 
 if TYPE_CHECKING:
     from .model import Model, TokenArray
@@ -37,13 +37,14 @@ def _line(row: tuple[str, ...], widths: list[int], room: int) -> str:
 
 
 def _row(session: Session, span: Span) -> tuple[str, str, str, str, str]:
-    states = session.states(span)
-    if len(states) == 1:
-        state = next(iter(states)).name.lower()
-    else:
-        state = ", ".join(f"{n:,} {s.name.lower()}" for s, n in states.items()) or "empty"
+    state = states(states_of(session, span))
     begins = preview(session.model, session.tokens[span.start : span.stop])
     return (span.name, span.role or "-", f"[{span.start}, {span.stop})", state, begins)
+
+
+def states_of(session: Session, span: Span) -> dict[str, int]:
+    """How many of a span's tokens are in which state, by its name."""
+    return {state.name.lower(): number for state, number in session.states(span).items()}
 
 
 def preview(model: Model, tokens: TokenArray) -> str:

@@ -64,13 +64,8 @@ class Rendering:
         text = self.template.render(
             written, add_generation_prompt=opening, tools=escaped(self.tools, self.markup) or None, **self.variables
         )
-        bos = self._bos
+        bos = self.session.model.bos_text
         return text if text.startswith(bos) else bos + text
-
-    @property
-    def _bos(self) -> str:
-        bos = self.session.model.bos
-        return "" if bos is None else self.session.model.detokenize([bos])
 
     def ahead(self, turns: tuple[Turn, ...], *, opening: bool) -> Ahead:
         """What it takes to get to those turns; nothing changes. Raises TemplateError."""

@@ -125,6 +125,13 @@ def common(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), shorter)
 
 
+def num_same(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """How many tokens both begin with."""
+    shorter = min(len(one), len(other))
+    differ = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differ[0]) if len(differ) else shorter
+
+
 @dataclass(frozen=True)
 class Script:
     """``text``, and for each of its tokens, in reading order: id, index in the session, the characters complete after

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from .markup import Markup
@@ -80,7 +80,7 @@ class Turn:
     name: str
     message: Message
     range: Range = (0, 0)
-    parts: tuple[tuple[str, Range], ...] = field(default=())
+    parts: tuple[tuple[str, Range], ...] = ()
 
     @property
     def read(self) -> bool:

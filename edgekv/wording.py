@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import unicodedata
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Final
 
@@ -18,6 +19,13 @@ _UNITS: Final = "write '256MiB', '2GiB' (of 1,024), '300MB', '1.5 GB' (of 1,000)
 def count(number: int, noun: str) -> str:
     """'1 token', '1,912 tokens'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def states(numbers: Mapping[str, int]) -> str:
+    """How many tokens are in which state: 'masked', '1,200 visible, 3 masked', 'empty'."""
+    if len(numbers) < 2:
+        return next(iter(numbers), "empty")
+    return ", ".join(f"{number:,} {name}" for name, number in numbers.items())
 
 
 def size(num_bytes: float) -> str:

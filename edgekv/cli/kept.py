@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgekv.cli.output import console, print_facts, print_json
-from edgekv.wording import count, printable, size
+from edgekv.wording import count, printable, size, states
 
 if TYPE_CHECKING:
     from edgekv.manifest import Manifest, SessionFacts
@@ -74,12 +74,13 @@ def _print_spans(session: SessionFacts) -> None:
         table.add_column(title)
     table.add_column("text", overflow="ellipsis", no_wrap=True)
     for span in session.spans:
-        state = (
-            next(iter(span.states), "empty")
-            if len(span.states) < 2
-            else ", ".join(f"{n:,} {name}" for name, n in span.states.items())
+        row = (
+            span.name,
+            span.role or "-",
+            ", ".join(span.tags) or "-",
+            f"[{span.start}, {span.stop})",
+            states(span.states),
         )
-        row = (span.name, span.role or "-", ", ".join(span.tags) or "-", f"[{span.start}, {span.stop})", state)
         table.add_row(*(Text(printable(cell)) for cell in (*row, span.begins)))
     out = console()
     out.print()

@@ -250,6 +250,8 @@ class _Run:
 
 
 def _part_facts(session: Session, name: str, role: str) -> dict[str, Any]:
+    from edgekv.render import states_of
+
     span = session.span(name)
-    states = {state.name.lower(): number for state, number in session.states(span).items()}
-    return {"name": name, "role": role, "start": span.start, "stop": span.stop, "tokens": len(span), "states": states}
+    where = {"start": span.start, "stop": span.stop, "tokens": len(span), "states": states_of(session, span)}
+    return {"name": name, "role": role, **where}

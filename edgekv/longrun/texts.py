@@ -33,8 +33,8 @@ class Frame:
     def __init__(self, model: Model) -> None:
         self.model: Final = model
         self.stops: Final = () if model.chat_template else PLAIN_STOPS
-        self.bos: Final = "" if model.bos is None else model.detokenize([model.bos])
-        self.eos: Final = model.detokenize(model.end_tokens[:1])
+        self.bos: Final = model.bos_text
+        self.eos: Final = model.end_text
         self._template: Final = Template(model.chat_template or PLAIN, bos=self.bos, eos=self.eos)
         self.system: Final = _SYSTEM if self._takes_system() else None
         self.begin: Final[Messages] = [said("system", self.system)] if self.system else []

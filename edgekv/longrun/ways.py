@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
-
 from edgekv import _llama, memory, policies
 from edgekv.chat import Chat
 from edgekv.chat import Options as ChatOptions
@@ -18,6 +16,7 @@ from edgekv.errors import DecodeFailed, TooLarge
 from edgekv.longrun.options import Options
 from edgekv.longrun.texts import Dialogue, Frame
 from edgekv.policies import Policy
+from edgekv.script import num_same
 from edgekv.session import Session
 from edgekv.turns import SUMMARY
 
@@ -224,13 +223,6 @@ class LlamaCpp(Way):
 
     def close(self) -> None:
         self._llama.close()
-
-
-def num_same(one: Any, other: Any) -> int:
-    """How many tokens both begin with."""
-    shorter = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:shorter]) != np.asarray(other[:shorter]))
-    return int(differ[0]) if len(differ) else shorter
 
 
 def counted(evaluate: Callable[[Any], None], lengths: list[int]) -> Callable[[Any], None]:

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from edgekv import Session, policies
+from edgekv import Session, policies, render
 from edgekv.chat import Chat
 from edgekv.cli.chat import drawing
-from edgekv.cli.chat.screen import receipt_event
 from edgekv.errors import UsageError
 from edgekv.receipts import Receipt
 from edgekv.spans import Target
@@ -36,14 +35,18 @@ def run(state: State, line: str) -> None:
     """Carry out a line that begins with a slash. Raises UsageError, and what the session raises."""
     name, _, rest = line[1:].strip().partition(" ")
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise UsageError(f"no command is called /{name}{f'; did you mean /{near[0]}?' if near else ''} (see /help)")
+        raise UsageError(f"no command is called /{name}{_near(name, COMMANDS, '/')} (see /help)")
     command, rest = COMMANDS[name], rest.strip()
     if not rest and command.usage and not command.usage.startswith("["):
         raise UsageError(f"/{name} {command.usage}: {command.help}")
     if rest and not command.usage:
         raise UsageError(f"/{name} takes nothing behind it, not {rest!r}")
     command.run(state, rest)
+
+
+def _near(name: str, known: Iterable[str], before: str = "") -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {before}{near[0]}?" if near else ""
 
 
 def complete(state: State, text: str) -> Iterable[str]:
@@ -79,7 +82,7 @@ def _spans(state: State, rest: str) -> None:  # noqa: ARG001
             "tags": sorted(span.tags),
             "start": span.start,
             "stop": span.stop,
-            "states": {s.name.lower(): n for s, n in session.states(span).items()},
+            "states": render.states_of(session, span),
         }
         for span in session.spans
     ]
@@ -137,7 +140,7 @@ def _edit(verb: str) -> Callable[[State, str], None]:
 
 
 def _said(state: State, receipt: Receipt) -> None:
-    state.screen.show(*receipt_event(receipt))
+    state.screen.show("receipt", receipt.as_dict(), str(receipt))
 
 
 def _pin(pinned: bool) -> Callable[[State, str], None]:
@@ -155,12 +158,8 @@ def _undo(state: State, rest: str) -> None:  # noqa: ARG001
 
 def _summarize(state: State, rest: str) -> None:
     keep = _whole(rest or "1", "how many exchanges stay")
-    with state.screen.progress("summing up") as update:
-        state.chat.session.progress = update
-        try:
-            cuts = state.chat.summarize(keep)
-        finally:
-            state.chat.session.progress = None
+    with state.reading("summing up"):
+        cuts = state.chat.summarize(keep)
     summary = next((t.message.content for t in reversed(state.chat.turns) if "summary" in t.message.tags), "")
     said = f"{summary}\n\n{count(sum(c.tokens for c in cuts), 'token')} hidden" if cuts else "nothing is old enough"
     state.screen.show("summary", {"text": summary, "cuts": [asdict(cut) for cut in cuts]}, said)
@@ -226,8 +225,7 @@ def _set(state: State, rest: str) -> None:
     if rest:
         name, _, value = rest.partition(" ")
         if name not in _SETTINGS:
-            near = difflib.get_close_matches(name, _SETTINGS, n=1)
-            raise UsageError(f"nothing is called {name!r}{f'; did you mean {near[0]}?' if near else ''} (see /set)")
+            raise UsageError(f"nothing is called {name!r}{_near(name, _SETTINGS)} (see /set)")
         _SETTINGS[name](state, name, value.strip())
     facts = loop.settings(state)
     state.screen.show("settings", facts, drawing.rows([(key, str(value)) for key, value in facts.items()]))

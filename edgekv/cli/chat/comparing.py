@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgekv.errors import UsageError
+from edgekv.markup import Markup
+from edgekv.planner import NUM_SINKS
 
 if TYPE_CHECKING:
     from edgekv.chat import Chat
@@ -47,20 +49,20 @@ def case_of(chat: Chat, target: Target | None) -> tuple[dict[str, Any], int, int
     script, last = chat.script, asked[-1]
     question = int(np.flatnonzero(script.index == last.range[0])[0])
     hidden = _hidden(chat, target, question)
-    if not hidden.any() or hidden[:4].any():
+    if not hidden.any() or hidden[:NUM_SINKS].any():
         raise UsageError("name a part in front of the last question, and not the first tokens: /compare user-1")
     cuts = [0, *(np.flatnonzero(np.diff(hidden.astype(np.int8))) + 1).tolist(), question]
     starts = [script.start_of(at) for at in cuts]
     segments = [
-        {"text": _plain(script.text[a:b]), "mask": bool(hidden[at])}
+        {"text": Markup.plain(script.text[a:b]), "mask": bool(hidden[at])}
         for at, a, b in zip(cuts, starts, starts[1:], strict=False)
     ]
     opened = script.said[question:]
     said = question + int(opened.argmax()) if opened.any() else len(script)
     case = {
         "segments": segments,
-        "question": _plain(script.text[starts[-1] : script.start_of(said)]),
-        "continuation": _plain(script.text[script.start_of(said) :]),
+        "question": Markup.plain(script.text[starts[-1] : script.start_of(said)]),
+        "continuation": Markup.plain(script.text[script.start_of(said) :]),
         "special": True,
     }
     return case, int(hidden.sum()), int((~hidden[hidden.argmax() :]).sum())
@@ -79,11 +81,5 @@ def _hidden(chat: Chat, target: Target | None, question: int) -> np.ndarray[Any,
         turns = [t for t in chat.turns if t.read and t.message.role != "system" and t.range[1] <= index.max() + 1]
         chosen = session.indexes_of(max(turns, key=lambda turn: turn.range[1] - turn.range[0]).range)
     found = np.isin(index, chosen)
-    found[:4] = False
+    found[:NUM_SINKS] = False
     return found
-
-
-def _plain(text: str) -> str:
-    from edgekv.markup import Markup
-
-    return Markup.plain(text)

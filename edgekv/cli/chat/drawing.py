@@ -13,7 +13,7 @@ from rich.text import Text
 
 from edgekv import render
 from edgekv.cellmap import cell_map
-from edgekv.wording import count, printable
+from edgekv.wording import count, printable, states
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -56,10 +56,8 @@ class Spans:
         yield table
 
     def _line(self, span: Span) -> tuple[str, str, str]:
-        states = self._session.states(span)
-        said = ", ".join(f"{n:,} {s.name.lower()}" if len(states) > 1 else s.name.lower() for s, n in states.items())
         pinned = "pinned, " if "pinned" in span.tags else ""
-        return (printable(span.name), f"{len(span):,}", f"{pinned}{said or 'empty'}")
+        return (printable(span.name), f"{len(span):,}", pinned + states(render.states_of(self._session, span)))
 
     def _begins(self, span: Span, room: int) -> str:
         text = render.preview(self._session.model, self._session.tokens[span.start : span.stop])

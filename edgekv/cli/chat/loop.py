@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,16 @@ class State:
     @property
     def chat(self) -> Chat:
         return self.branches[-1]
+
+    @contextlib.contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """A block whose reading is shown as progress."""
+        session = self.chat.session
+        with self.screen.progress(what) as session.progress:
+            try:
+                yield
+            finally:
+                session.progress = None
 
 
 class Loop:
@@ -89,13 +99,8 @@ class Loop:
 
     def ask(self, message: str) -> None:
         """A message and its answer."""
-        state = self.state
-        with state.screen.progress("reading") as update:
-            state.chat.session.progress = update
-            try:
-                reply = state.chat.ask(message)
-            finally:
-                state.chat.session.progress = None
+        with self.state.reading("reading"):
+            reply = self.state.chat.ask(message)
         self.answer(reply)
 
     def answer(self, reply: Reply) -> None:

@@ -17,7 +17,6 @@ from edgekv.wording import harmless
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from edgekv import Receipt
     from edgekv.reply import Reply
 
 FENCE = '"""'  # a message of several lines stands between two of these, where there is no editor
@@ -43,10 +42,6 @@ class Screen(Protocol):
     def error(self, text: str) -> None: ...
 
     def progress(self, what: str) -> AbstractContextManager[Update]: ...
-
-
-def receipt_event(receipt: Receipt) -> tuple[str, dict[str, Any], str]:
-    return "receipt", receipt.as_dict(), str(receipt)
 
 
 def summary_of(reply: Reply) -> str:
