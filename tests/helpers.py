@@ -66,7 +66,7 @@ def look(session: Session) -> Look:
     )
 
 
-def python(code: str, *args: str | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def python(code: str, *args: str | Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run code in a Python of its own, which may die without a core file or a debugger."""
     env = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     command = [sys.executable, "-c", f"{_NO_CORE}\n{code}", *map(str, args)]

@@ -157,7 +157,7 @@ class Conversation(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_conversations(tiny_path: TinyPath, kind: str) -> None:
-    run(tiny_path(kind), 25, 12)
+    run(tiny_path(kind), 15, 12)
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def run(path: Path, examples: int, steps: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None,
+            max_examples=examples, stateful_step_count=steps,
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

@@ -18,7 +18,7 @@ CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|", "|>"]
 TEXT = st.lists(
     st.one_of(st.sampled_from(CONTROL), st.text(st.characters(blacklist_categories=["Cs"]), max_size=8)), max_size=8
 ).map("".join)
-QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

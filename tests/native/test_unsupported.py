@@ -226,7 +226,7 @@ EDIT = st.tuples(st.sampled_from(sorted(VERBS)), st.integers(0, 80), st.integers
 
 
 @pytest.mark.parametrize("kind", ["mamba", "lfm2"])
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(edits=st.lists(EDIT, min_size=1, max_size=12))
 def test_random_edits_of_a_state(models: dict[str, Model], kind: str, edits: list[tuple[str, int, int]]) -> None:
     with Session(models[kind], settings=SETTINGS, on_unsupported="recompute") as session:
@@ -241,7 +241,7 @@ def test_random_edits_of_a_state(models: dict[str, Model], kind: str, edits: lis
 
 
 @pytest.mark.parametrize("kind", ["yarn", "mrope"])
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(edits=st.lists(EDIT, min_size=1, max_size=12))
 def test_random_edits_where_nothing_moves(
     models: dict[str, Model], kind: str, edits: list[tuple[str, int, int]]

