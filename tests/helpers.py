@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import os
+import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+import edgekv
 from edgekv import Engine, Session, Settings, Span, tiny
 from edgekv._llama import lib
 
@@ -73,6 +79,48 @@ def python(code: str, *args: str | Path, timeout: float = 600) -> subprocess.Com
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+def ctrl_c(*_: object) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def at_lines(call: Callable[[int], None]) -> Iterator[None]:
+    """``call(n)`` before the n-th line, from 0, that the code of edgekv executes in the block."""
+    count = itertools.count()
+
+    def on_line(_frame: FrameType, event: str, _arg: object) -> Any:
+        if event == "line":
+            call(next(count))
+        return on_line
+
+    def on_call(frame: FrameType, _event: str, _arg: object) -> Any:
+        file = Path(frame.f_code.co_filename)
+        return on_line if file.is_relative_to(_PACKAGE) and file.name not in _WITHOUT_GAPS else None
+
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def places_in(verb: Callable[[], object], count: int) -> list[int]:
+    """So many lines, evenly from the first to the last, of those that the verb executes."""
+    lines: list[int] = []
+    with at_lines(lines.append):
+        verb()
+    return np.unique(np.linspace(0, len(lines) - 1, count).astype(int)).tolist()
+
+
+@contextlib.contextmanager
+def ctrl_c_at(line: int) -> Iterator[None]:
+    """Ctrl-C comes when edgekv is about to execute that line of the block, counted as it goes, from 0."""
+    with at_lines(lambda n: ctrl_c() if n == line else None):
+        yield
+
+
+_PACKAGE = Path(edgekv.__file__).parent
+_WITHOUT_GAPS = ("fair_lock.py",)  # Python lets no signal in before its lines, only after the calls in them
 _NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
 
 

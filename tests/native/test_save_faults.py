@@ -7,7 +7,6 @@ import ctypes
 import json
 import os
 import random
-import signal
 import stat
 import sys
 import threading
@@ -23,7 +22,7 @@ from hostile import SETTINGS, Bystander, Document, column, members, rewrite, ric
 
 from edgekv import Engine, Model, Sampling, Session, Settings, errors
 from edgekv.store import Stored
-from helpers import look, python, some_tokens
+from helpers import ctrl_c_at, look, places_in, python, some_tokens
 
 TinyPath = Callable[..., Path]
 KINDS = ("llama", "gemma3", "yarn", "mrope", "mamba", "lfm2")
@@ -93,12 +92,12 @@ def edited(path: Path, change: Callable[[Document], object], member: str = "sess
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_truncated(saved: Callable[[str], Path], bystanders: Any, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "cut.kv"
     path.write_bytes(saved(kind).read_bytes())
     size = path.stat().st_size
-    lengths = {*range(0, 100), *range(size - 200, size), *random.Random(0).sample(range(size), 200)}
+    lengths = {*range(0, 100, 9), *range(size - 200, size, 9), size - 1, *random.Random(0).sample(range(size), 40)}
     for length in sorted(lengths, reverse=True):
         os.truncate(path, length)
         with pytest.raises(REFUSED, match=r"cut\.kv"):
@@ -120,12 +119,12 @@ def regions(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def flips(path: Path) -> Iterator[tuple[int, int]]:
-    """(byte, bit): every byte that is none of a member's, forty of each member."""
+    """(byte, bit): every other byte that is none of a member's, ten of each member."""
     rng = random.Random(1)
     for number, (begin, end) in enumerate(regions(path)):
         is_member = number % 2 == 1
-        places = rng.sample(range(begin, end), min(40, end - begin)) if is_member else range(begin, end)
-        yield from ((at, bit) for at in places for bit in rng.sample(range(8), 2))
+        places = rng.sample(range(begin, end), min(10, end - begin)) if is_member else range(begin, end, 2)
+        yield from ((at, rng.randrange(8)) for at in places)
 
 
 @POSIX
@@ -138,7 +137,7 @@ def test_a_flipped_bit_anywhere(file: Path, bystander: Bystander) -> None:
                 Session.load(file, bystander.engine)
             os.pwrite(raw.fileno(), data[at : at + 1], at)
             count += 1
-    assert count > 2000
+    assert count > 500
     Session.load(file, bystander.engine).close()
 
 
@@ -152,7 +151,7 @@ def test_truncated_while_it_is_loaded(file: Path, bystander: Bystander) -> None:
         file.write_bytes(data)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError, errors.ClosedError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_a_load_that_is_stopped(file: Path, bystander: Bystander, error: type[BaseException]) -> None:
     heard: list[int] = []
 
@@ -179,8 +178,9 @@ OTHER_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_SETTINGS)
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("llama", name) for name in OTHER_SETTINGS), ("gemma3", "kv_type"), ("mamba", "kv_type")]
+)
 def test_in_another_kind_of_cache(tiny_path: TinyPath, saved: Any, kind: str, name: str) -> None:
     settings = replace(SETTINGS, **OTHER_SETTINGS[name])
     with Model(tiny_path(kind)) as model:
@@ -511,11 +511,14 @@ def test_no_json_of_edgekv_s(file: Path, bystander: Bystander, name: str, member
 FUZZ = "import runpy, sys; sys.argv[0] = sys.argv.pop(1); runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-@pytest.mark.parametrize(("kind", "count"), [("llama", 120), ("gemma3", 40), *((kind, 20) for kind in KINDS[2:])])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("llama", 60), ("lfm2", 15), *(pytest.param(kind, 200, marks=pytest.mark.slow) for kind in KINDS)],
+)
 def test_random_mutations(tiny_path: TinyPath, saved: Any, kind: str, count: int) -> None:
     """Refused, or loaded and gone on with in a way that edgekv knows; the process lives, and others notice nothing."""
     script = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{FUZZ}"
-    done = python(script, HERE / "hostile.py", tiny_path(kind), saved(kind), 0, str(count), timeout=200)
+    done = python(script, HERE / "hostile.py", tiny_path(kind), saved(kind), 0, str(count), timeout=2000)
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout)
     assert sum(told.values()) == count
@@ -556,9 +559,10 @@ BLOBS: dict[str, Callable[[bytes], bytes | None]] = {
 }
 
 
-@pytest.mark.parametrize("member", ["cells/0", "cells/3", "parked/0"])
+@pytest.mark.parametrize(
+    ("kind", "member"), [("llama", "cells/3"), ("llama", "parked/0"), ("gemma3", "cells/0"), ("mrope", "cells/0")]
+)
 @pytest.mark.parametrize("name", BLOBS)
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mrope"])
 def test_blobs_that_are_others(saved: Any, bystanders: Any, tmp_path: Path, kind: str, name: str, member: str) -> None:
     path = tmp_path / "blob.kv"
     path.write_bytes(saved(kind).read_bytes())
@@ -574,8 +578,7 @@ def test_blobs_swapped(file: Path, bystander: Bystander) -> None:
         Session.load(rewrite(file, contents), bystander.engine)
 
 
-@pytest.mark.parametrize("other", ["f32", "q8_0"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize(("kind", "other"), [("llama", "q8_0"), ("gemma3", "f32")])
 def test_blobs_of_another_type(tiny_path: TinyPath, bystanders: Any, tmp_path: Path, kind: str, other: str) -> None:
     path = tmp_path / "other.kv"
     with Session(tiny_path(kind), settings=replace(SETTINGS, kv_type=other)) as session:
@@ -632,7 +635,7 @@ def test_rows_of_noise_are_loaded(saved: Any, bystanders: Any, tmp_path: Path, k
 
 
 @pytest.mark.parametrize("name", ["logits/next", "logits/original"])
-@pytest.mark.parametrize("size", [0, 4, 1136, 1139, 1144, 4 * 10**6])
+@pytest.mark.parametrize("size", [0, 1136, 1139, 4 * 10**6])
 def test_logits_of_another_size(file: Path, bystander: Bystander, name: str, size: int) -> None:
     if name not in members(file):
         pytest.skip("the session has none")
@@ -741,8 +744,10 @@ def test_to_what_is_no_file(session: Session, tmp_path: Path) -> None:
     assert_goes_on(session, before)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError, SystemExit])
-@pytest.mark.parametrize("when", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("error", "when"),
+    [(KeyboardInterrupt, 0.0), (KeyboardInterrupt, 0.5), (KeyboardInterrupt, 1.0), (OSError, 0.5), (SystemExit, 0.5)],
+)
 def test_stopped_half_way(session: Session, tmp_path: Path, error: type[BaseException], when: float) -> None:
     path = tmp_path / "session.kv"
     session.save(path)
@@ -764,35 +769,20 @@ def test_stopped_half_way(session: Session, tmp_path: Path, error: type[BaseExce
 
 
 @POSIX
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_ctrl_c(tiny_path: TinyPath, tmp_path: Path, kind: str) -> None:
-    """At whatever place it comes, a save is whole or has not been."""
-    path, stopped = tmp_path / "session.kv", 0
+    """At whatever line it comes, a save is whole or has not been."""
+    path = tmp_path / "session.kv"
     with Session(tiny_path(kind), settings=SETTINGS) as session:
         rich(session).save(path)
         before, names = look(session), set(members(path))
-        for i in range(40):
-            with contextlib.suppress(KeyboardInterrupt), ctrl_c_after(0.0003 + 0.0004 * i):
-                stopped += 1
+        for line in places_in(lambda: session.save(path), 25):
+            with pytest.raises(KeyboardInterrupt), ctrl_c_at(line):
                 session.save(path)
-                stopped -= 1
             assert look(session) == before
             assert set(members(path)) == names
             assert os.listdir(tmp_path) == ["session.kv"]
         assert_goes_on(session, before)
-    print(f"{stopped} of 40 saves were stopped")
-    assert stopped > 5
-
-
-@contextlib.contextmanager
-def ctrl_c_after(seconds: float) -> Iterator[None]:
-    old = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
 
 
 @POSIX
@@ -886,14 +876,15 @@ def test_a_link_leads_to_the_file(session: Session, tmp_path: Path) -> None:
         assert np.array_equal(other.tokens, session.tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize(
+    ("kind", "kv_type"), [("llama", "f16"), ("gemma3", "q8_0"), ("mrope", "f32"), ("lfm2", "f16")]
+)
 def test_its_size(tiny_path: TinyPath, tmp_path: Path, kind: str, kv_type: str) -> None:
     """At most the cells, the logits, 64 KB, 64 bytes a token and 1 KB an edit."""
     with Session(tiny_path(kind), settings=replace(SETTINGS, kv_type=kv_type, n_ctx=2048)) as session:
         session.append(some_tokens(1000))
         rich(session)
-        for _ in range(200 if session.model.capabilities.mask else 0):
+        for _ in range(40 if session.model.capabilities.mask else 0):
             session.mask("middle")
             session.unmask("middle")
         size = session.save(tmp_path / "session.kv")
@@ -915,7 +906,7 @@ def test_two_threads_save_to_one_path(tiny_path: TinyPath, tmp_path: Path) -> No
 
         def save(session: Session) -> None:
             try:
-                for _ in range(15):
+                for _ in range(5):
                     session.save(path)
                     with Stored(path) as stored:
                         stored.read("session.json")
@@ -926,7 +917,7 @@ def test_two_threads_save_to_one_path(tiny_path: TinyPath, tmp_path: Path) -> No
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
         for session in sessions:
             session.close()
         assert wrong == []
@@ -942,7 +933,7 @@ from edgekv import Session
 from helpers import some_tokens
 with Session(sys.argv[2], n_ctx=512, n_threads=1) as session:
     session.append(some_tokens(int(sys.argv[3])))
-    for _ in range(25): session.save(sys.argv[1])
+    for _ in range(10): session.save(sys.argv[1])
 """
 
 
@@ -955,7 +946,9 @@ def test_two_processes_save_to_one_path(tiny_path: TinyPath, tmp_path: Path) -> 
         thread.start()
     with Model(tiny_path()) as model, Engine(model, Settings(n_ctx=512, n_threads=1)) as engine:
         seen = set()
-        while any(thread.is_alive() for thread in save):
+        running = True
+        while running:
+            running = any(thread.is_alive() for thread in save)  # and once more when they have ended
             if path.exists():
                 with Session.load(path, engine) as session:
                     session.audit()

@@ -14,16 +14,17 @@ from helpers import python
 TinyPath = Callable[..., Path]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL and fork are POSIX")
 
-#: A process that forks writers and kills them; the model is loaded once. argv: a model, a file, how often.
+#: A process that forks writers, each killed at another line of edgekv's code; the model is loaded once.
+#: argv: a model, a file, how many lines.
 KILLER = """
-import json, os, random, signal, sys, time
+import json, os, signal, sys
 from collections import Counter
 from pathlib import Path
-from edgekv import Session, Settings, store
+from edgekv import Session, Settings
 from edgekv.store import Stored
-from helpers import some_tokens
+from helpers import at_lines, places_in, some_tokens
 
-path, times = Path(sys.argv[2]), int(sys.argv[3])
+path, count = Path(sys.argv[2]), int(sys.argv[3])
 settings = Settings(n_ctx=1024, n_batch=64, n_threads=1)
 versions = {}
 for size in (100, 900):  # small and large
@@ -33,75 +34,63 @@ for size in (100, 900):  # small and large
     versions[size].park((50, 60))
     versions[size].logits()
 
+def read():
+    with Stored(path) as stored:
+        return {name: stored.read(name).tobytes() for name in stored._members}
+
 contents = {}
 for size, session in versions.items():
     session.save(path)
-    with Stored(path) as stored:
-        contents[size] = {name: stored.read(name).tobytes() for name in stored._members}
-
-def save_session(size):
-    versions[size].save(path)
-
-def write_members(size):
-    store.write(path, contents[size].items(), private=True)
-
-def repeat(save, order):
-    while True:
-        for size in order:
-            save(size)
+    contents[size] = read()
 
 def check():
     # One of the two, to the last byte. The manifest says when it was written, and receipts how long it took.
-    with Stored(path) as stored:
-        held = {name: stored.read(name).tobytes() for name in stored._members}
+    held = read()
     same = [s for s, c in contents.items() if {**c, "manifest.json": 0} == {**held, "manifest.json": 0}]
     assert len(same) == 1, sorted(held)
     return same[0]
 
-rng, told = random.Random(times), Counter()
-for i in range(times):
-    save, order = (save_session if i % 2 else write_members), rng.sample(list(versions), 2)
+def die(at):
+    with at_lines(lambda line: os.kill(os.getpid(), signal.SIGKILL) if line == at else None):
+        versions[900].save(path)
+
+told = Counter()
+for at in places_in(lambda: versions[900].save(path), count):
+    versions[100].save(path)
+    assert os.listdir(path.parent) == [path.name], os.listdir(path.parent)
     child = os.fork()
     if not child:
-        try: repeat(save, order)
+        try: die(at)
         finally: os._exit(1)
-    time.sleep(rng.uniform(0.002, 0.04))
-    os.kill(child, signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     names = os.listdir(path.parent)
     left = [name for name in names if name != path.name]
     assert len(left) <= 1 and path.name in names, names
-    told["killed"] += 1
     told["left a temporary file"] += len(left)
     told[f"has {check()} tokens"] += 1
-    if i % 10 == 0:
-        with Session.load(path, versions[100].engine) as session:
-            session.audit()
-            session.unmask((20, 40))
-            session.unmask((50, 60))
-            session.generate(1).finish()
-save_session(100)
-assert os.listdir(path.parent) == [path.name], os.listdir(path.parent)
-assert check() == 100
+with Session.load(path, versions[100].engine) as session:
+    session.audit()
+    session.unmask((20, 40))
+    session.unmask((50, 60))
+    session.generate(1).finish()
 print(json.dumps(told))
 """
 
 
-def kill(model: Path, folder: Path, times: int) -> None:
-    done = python(KILLER, model, folder / "session.kv", str(times), timeout=60 + times)
+def kill(model: Path, folder: Path, count: int) -> None:
+    done = python(KILLER, model, folder / "session.kv", str(count))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    print(told)
-    assert told["killed"] == times
-    assert told["left a temporary file"] >= times // 3
-    assert min(told["has 100 tokens"], told["has 900 tokens"]) >= times // 10
+    assert told["left a temporary file"] > count // 4
+    assert told["has 100 tokens"] > count // 4
+    assert told["has 900 tokens"] >= 1  # killed when it had been put in its place
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_killed_at_any_moment(tiny_path: TinyPath, tmp_path: Path, kind: str) -> None:
-    kill(tiny_path(kind), tmp_path, 100)
+def test_killed_at_any_line(tiny_path: TinyPath, tmp_path: Path) -> None:
+    kill(tiny_path(), tmp_path, 40)
 
 
 @pytest.mark.slow
-def test_killed_a_thousand_times(tiny_path: TinyPath, tmp_path: Path) -> None:
-    kill(tiny_path(), tmp_path, 1000)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_killed_at_a_thousand_lines(tiny_path: TinyPath, tmp_path: Path, kind: str) -> None:
+    kill(tiny_path(kind), tmp_path, 1000)
