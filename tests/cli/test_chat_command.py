@@ -152,7 +152,7 @@ def test_the_autosave_of_a_killed_chat_is_loaded(tiny_path: TinyPath, tmp_path: 
             process.stdin.flush()
             while json.loads(process.stdout.readline())["event"] != "answer":
                 pass
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         saved = tmp_path / "state" / "edgekv" / "autosave.kvs"
         while not saved.exists() and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -372,11 +372,10 @@ def test_tool_results_can_be_cleared_and_their_delimiters_stay(tiny_path: TinyPa
 
 
 @pytest.mark.parametrize(
-    "policy",
-    ["hide_oldest()", "keep_turns(2)", "sliding_window(4, 200)", "summarize_oldest(0.6, 0.3)",
-     "summarize_oldest(0.6, 0.3, kept=False)"],
+    ("policy", "spill"),
+    [("hide_oldest()", "evict"), ("hide_oldest()", "park"), ("keep_turns(2)", "park"), ("sliding_window(4, 200)", "evict"),
+     ("summarize_oldest(0.6, 0.3)", "evict"), ("summarize_oldest(0.6, 0.3, kept=False)", "park")],
 )  # fmt: skip
-@pytest.mark.parametrize("spill", ["evict", "park"])
 def test_any_length_on_a_small_context(tiny_path: TinyPath, policy: str, spill: str) -> None:
     chat = open_chat(
         tiny_path(), n_ctx=512, system="You are terse.", policy=policies.parse(policy), spill=spill, summary_tokens=24

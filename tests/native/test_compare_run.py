@@ -38,10 +38,20 @@ def llama(tiny_path: TinyPath) -> Iterator[Model]:
 
 
 WORKLOADS = [
-    *(("llama", name) for name in ("canary", "chat", "tools", "think", "summary")),
-    *(("gemma3", name) for name in ("canary", "summary")),
-    *(("yarn", name) for name in ("canary", "summary")),
+    *(("llama", "canary"), ("llama", "tools"), ("llama", "summary"), ("gemma3", "canary"), ("yarn", "summary")),
+    *(
+        pytest.param(*both, marks=pytest.mark.slow)
+        for both in (("llama", "chat"), ("llama", "think"), ("gemma3", "summary"), ("yarn", "canary"))
+    ),
 ]
+
+
+@pytest.fixture(scope="module")
+def quick(tiny_path: TinyPath) -> tuple[compare.Report, list[tuple[int, int]]]:
+    """A run on the llama, and what was told of its progress."""
+    told: list[tuple[int, int]] = []
+    with Model(tiny_path("llama")) as model:
+        return compare.run(model, QUICK, watch=lambda _what, done, total: told.append((done, total))), told
 
 
 @pytest.mark.parametrize(("model", "workload"), WORKLOADS, indirect=["model"])
@@ -60,8 +70,8 @@ def test_right_by_construction(model: Model, workload: str) -> None:
     assert (data["workload"]["cases"], data["workload"]["compared"]) == (2, 2)
 
 
-def test_every_arm_costs_what_it_reads(llama: Model) -> None:
-    data = compare.run(llama, QUICK).data
+def test_every_arm_costs_what_it_reads(llama: Model, quick: tuple[compare.Report, object]) -> None:
+    data = quick[0].data
     read = {name: arm["tokens_redecoded"] for name, arm in data["arms"].items()}
     assert read["mask"] == read["mask_keep_gap"] == read["cache_reuse"] == read["full"] == 0
     assert read["restart"] == read["mask_auto"] == 48
@@ -94,12 +104,12 @@ def test_timing_leaves_the_session_where_it_was(model: Model) -> None:
 def test_the_control_sits_at_chance(llama: Model) -> None:
     """And so does everything on a model that knows nothing: it is told so, not that nothing leaks."""
     options = Options(
-        cases=60, compared=1, repeat=1, suffix=(16,), span=(16,), tokens=4, settings=EXACT, arms=("mask",)
+        cases=20, compared=1, repeat=1, suffix=(16,), span=(16,), tokens=4, settings=EXACT, arms=("mask",)
     )
     data = compare.run(llama, options).data
     low, high = data["controls"]["ci"]
     assert low <= 0.1 <= high
-    assert data["controls"]["n"] == 60
+    assert data["controls"]["n"] == 20
     assert "Too small to tell" in data["verdict"]
 
 
@@ -163,7 +173,7 @@ def test_arms_that_read_otherwise_are_noticed(llama: Model, monkeypatch: pytest.
 # -- Ctrl-C and nonsense ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [1, 4, 6])
+@pytest.mark.parametrize("after", [1, 6])
 def test_what_is_finished_counts(llama: Model, after: int) -> None:
     calls: list[str] = []
 
@@ -182,9 +192,8 @@ def test_what_is_finished_counts(llama: Model, after: int) -> None:
     assert "Interrupted" in str(compare.Report(data))
 
 
-def test_progress_ends_where_it_said(llama: Model) -> None:
-    told: list[tuple[int, int]] = []
-    compare.run(llama, QUICK, watch=lambda _what, done, total: told.append((done, total)))
+def test_progress_ends_where_it_said(quick: tuple[compare.Report, list[tuple[int, int]]]) -> None:
+    told = quick[1]
     assert told == sorted(told)
     assert told[-1][0] >= 0.98 * told[-1][1]
 
@@ -243,8 +252,8 @@ def test_texts_without_room_for_a_placebo_go_without(llama: Model, tmp_path: Pat
     assert run.setup.notes == ["No other stretch of visible text is long enough to be masked as a placebo"]
 
 
-def test_the_lengths_of_mask_and_placebo_are_told(llama: Model) -> None:
-    report = compare.run(llama, QUICK)
+def test_the_lengths_of_mask_and_placebo_are_told(quick: tuple[compare.Report, object]) -> None:
+    report = quick[0]
     work = report.data["workload"]
     assert work["placebo_masked"] <= work["tokens_masked"]
     assert work["placebo_behind"] >= 16

@@ -35,9 +35,7 @@ from edgekv.spans import merge
 from helpers import cells_in_llama, python
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-PLAN = settings(
-    max_examples=500 if NIGHTLY else 15, stateful_step_count=40, suppress_health_check=list(HealthCheck)
-)
+PLAN = settings(max_examples=500 if NIGHTLY else 15, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 _FOLDER = tempfile.TemporaryDirectory()
 _MODELS: dict[str, Model] = {}
 

@@ -57,7 +57,7 @@ def run(
     command = [sys.executable, "-c", FILL, str(path), str(limit), json.dumps(given)]
     env = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, preexec_fn=prepare
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False, preexec_fn=prepare
     )
 
 
@@ -167,17 +167,12 @@ def test_more_memory_never_gives_fewer_cells_of_a_type(tiny_path: TinyPath) -> N
 # ---- hard limits ----------------------------------------------------------------------------------------------------
 
 
-def check_under_ulimit(path: Path, limit: int, **given: Any) -> None:
+def check_promised(path: Path, limit: int, **given: Any) -> None:
+    """Under the ulimit promised it lives; the estimate is not too little, and not over 1.3 times what it took."""
     fit = chosen(path, limit, **given)
-    space = fit.need.address_space(fit.settings.threads)
-    answer = told(run(path, limit, before=ulimit(space), **given))
+    answer = told(run(path, limit, before=ulimit(fit.need.address_space(fit.settings.threads)), **given))
     assert (answer["n_ctx"], answer["kv_type"], answer["made"]) == (fit.settings.n_ctx, fit.settings.kv_type, 6)
-
-
-def check_resident(path: Path, limit: int, **given: Any) -> None:
-    """The estimate is not too little, and not over 1.3 times what was really taken."""
-    need, peak = chosen(path, limit, **given).need, told(run(path, limit, **given))["peak"]
-    assert peak <= need.process <= 1.3 * peak
+    assert answer["peak"] <= fit.need.process <= 1.3 * answer["peak"]
 
 
 def check_half(done: subprocess.CompletedProcess[str]) -> None:
@@ -185,16 +180,11 @@ def check_half(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_tiny_under_the_ulimit_promised(tiny_path: TinyPath, kind: str) -> None:
-    check_under_ulimit(tiny_path(kind), 90_000_000)
+def test_tiny_lives_with_what_was_promised(tiny_path: TinyPath, kind: str) -> None:
+    check_promised(tiny_path(kind), 90_000_000)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_tiny_takes_what_was_said(tiny_path: TinyPath, kind: str) -> None:
-    check_resident(tiny_path(kind), 90_000_000)
-
-
-@pytest.mark.parametrize("share", [0.4, 0.5])
+@pytest.mark.parametrize("share", [0.4])
 def test_a_ulimit_without_room_for_the_libraries_is_told(tiny_path: TinyPath, share: float) -> None:
     """numpy's OpenBLAS would end the process while it is imported."""
     space = chosen(tiny_path("llama"), 90_000_000).need.address_space(1)
@@ -212,37 +202,29 @@ def test_tiny_in_a_container_of_the_budget(tiny_path: TinyPath, cgroup: Callable
     check_half(run(path, need // 2, before=cgroup(need // 2)))
 
 
+SMOLLM2 = [{"n_ctx": 512}, {}, *({"n_ctx": 2048, "kv_type": kv_type} for kv_type in ("f16", "q8_0", "q4_0"))]
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(
-    "given", [{"n_ctx": 512}, {}, pytest.param({"n_ctx": 2048, "kv_type": "q8_0"}, marks=pytest.mark.slow)]
+    "given", [{"n_ctx": 256, "kv_type": "q4_0"}, *(pytest.param(given, marks=pytest.mark.slow) for given in SMOLLM2)]
 )
-def test_smollm2_under_the_ulimit_promised(smollm2_path: Path, given: dict[str, Any]) -> None:
-    check_under_ulimit(smollm2_path, 256 << 20, **given)
+def test_smollm2_lives_with_what_was_promised(smollm2_path: Path, given: dict[str, Any]) -> None:
+    check_promised(smollm2_path, 256 << 20, **given)
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("share", [0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9])
+@pytest.mark.parametrize(
+    "share", [0.5, 0.75, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.55, 0.6, 0.65, 0.7, 0.8, 0.85))]
+)
 def test_smollm2_under_less_ends_with_our_error_or_fits(smollm2_path: Path, share: float) -> None:
-    fit = chosen(smollm2_path, 256 << 20, n_ctx=512)
+    fit = chosen(smollm2_path, 256 << 20, n_ctx=256)
     limit = int(share * fit.need.address_space(fit.settings.threads))
-    answer = told(run(smollm2_path, 256 << 20, before=ulimit(limit), n_ctx=512))
+    answer = told(run(smollm2_path, 256 << 20, before=ulimit(limit), n_ctx=256))
     assert "too_large" in answer or (share > 0.7 and answer["made"] == 6)
 
 
-@pytest.mark.real
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"n_ctx": 512},
-        {"n_ctx": 1024, "kv_type": "q4_0"},
-        pytest.param({"n_ctx": 2048}, marks=pytest.mark.slow),
-        pytest.param({"n_ctx": 2048, "kv_type": "q4_0"}, marks=pytest.mark.slow),
-    ],
-)
-def test_smollm2_takes_what_was_said(smollm2_path: Path, given: dict[str, Any]) -> None:
-    check_resident(smollm2_path, 256 << 20, **given)
-
-
+@pytest.mark.slow
 @pytest.mark.real
 def test_smollm2_in_a_container_of_the_budget(smollm2_path: Path, cgroup: Callable[[int], Callable[[], None]]) -> None:
     limit = 256 << 20

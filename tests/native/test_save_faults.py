@@ -876,9 +876,7 @@ def test_a_link_leads_to_the_file(session: Session, tmp_path: Path) -> None:
         assert np.array_equal(other.tokens, session.tokens)
 
 
-@pytest.mark.parametrize(
-    ("kind", "kv_type"), [("llama", "f16"), ("gemma3", "q8_0"), ("mrope", "f32"), ("lfm2", "f16")]
-)
+@pytest.mark.parametrize(("kind", "kv_type"), [("llama", "f16"), ("gemma3", "q8_0"), ("mrope", "f32"), ("lfm2", "f16")])
 def test_its_size(tiny_path: TinyPath, tmp_path: Path, kind: str, kv_type: str) -> None:
     """At most the cells, the logits, 64 KB, 64 bytes a token and 1 KB an edit."""
     with Session(tiny_path(kind), settings=replace(SETTINGS, kv_type=kv_type, n_ctx=2048)) as session:

@@ -1,10 +1,9 @@
-"""Every example is short, is run by a test, and stands in the README's file map."""
+"""Every example is short, and is run by a test."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import re
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,6 @@ def test_each_is_run() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert set(module.FACTS) == {path.name for path in EXAMPLES}
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.name))
-def test_the_readme_names_it(path: Path) -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    row = re.search(r"^\| `examples/`.*$", readme, re.MULTILINE)
-    assert row is not None and re.search(rf"\b{path.stem}\b", row[0]), f"say {path.stem} in the line `examples/`"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.name))

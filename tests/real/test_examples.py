@@ -60,7 +60,7 @@ def run(name: str, model: Path) -> str:
     command = [sys.executable, str(EXAMPLES / name), str(model)]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            command, input=FACTS[name][0], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+            command, input=FACTS[name][0], cwd=folder, capture_output=True, text=True, timeout=1200, check=False
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert not list(Path(folder).iterdir())

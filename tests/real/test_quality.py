@@ -16,7 +16,8 @@ from edgekv import Model, Session, Settings, numerics
 pytestmark = pytest.mark.real
 
 TEXTS = sorted((Path(__file__).parents[1] / "data" / "texts").glob("*.txt"))
-BEFORE, MASKED, AFTER, COMPARED = 500, 600, 16, 64
+BEFORE, MASKED, AFTER, COMPARED = 500, 600, 16, 64  # of the README's table
+FEW, SOME = 120, 150  # what the other tests put before the span, and into it
 SETTINGS = Settings(n_ctx=1536)
 TABLE = Settings(n_ctx=3072)
 Capture = pytest.CaptureFixture[str]
@@ -40,10 +41,10 @@ class Cut:
     compared: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, model: Model, path: Path, after: int = AFTER) -> Cut:
+    def of(cls, model: Model, path: Path, after: int = AFTER, before: int = FEW, masked: int = SOME) -> Cut:
         tokens = model.tokenize(path.read_text("utf-8"))
         tokens = tokens if model.bos is None else np.concatenate([np.asarray([model.bos], np.int32), tokens])
-        ends = np.cumsum([BEFORE, MASKED, after, COMPARED])
+        ends = np.cumsum([before, masked, after, COMPARED])
         assert len(tokens) >= ends[-1]
         return cls(*np.split(tokens[: ends[-1]], ends[:-1]))
 
@@ -76,7 +77,7 @@ class Measured:
 
 def rows_of_text(model: Model, path: Path, lengths: Sequence[int]) -> dict[int, Measured]:
     """One text: 500 tokens, 600 to be masked, then ``lengths`` behind them; each arm is a fork."""
-    longest = Cut.of(model, path, after=max(lengths))
+    longest = Cut.of(model, path, max(lengths), BEFORE, MASKED)
     tokens = np.concatenate([longest.after, longest.compared])
     found, done = {}, 0
     with (
@@ -142,7 +143,7 @@ def check_worth(model: Model, texts: Sequence[Path], lengths: Sequence[int], cap
 
 def test_closing_the_gap_is_what_matters(model: Model, capsys: Capture) -> None:
     """And reading the few tokens behind it again, or having read them in isolation, is as good as a restart."""
-    check_worth(model, TEXTS[1:3], [16], capsys)
+    check_worth(model, TEXTS[1:2], [16], capsys)
 
 
 @pytest.mark.slow
@@ -209,7 +210,7 @@ def test_mask_hides_and_unmask_brings_back(model: Model) -> None:
         session.append(cut.after)
         before = session.logits_over(cut.compared)
         with session.masked("span") as receipt:
-            assert receipt.moved == BEFORE
+            assert receipt.moved == FEW
             during = session.logits_over(cut.compared)
         again = session.logits_over(cut.compared)
         session.audit()
@@ -227,5 +228,5 @@ def test_nothing_is_read_again(model: Model) -> None:
         session.mask(span)
         session.append(cut.compared)
         timings = session.generate(2).timings
-        assert (timings.prefilled, timings.reread, timings.masked) == (COMPARED, 0, MASKED)
-        assert timings.reused == BEFORE + AFTER + 1
+        assert (timings.prefilled, timings.reread, timings.masked) == (COMPARED, 0, SOME)
+        assert timings.reused == FEW + AFTER + 1

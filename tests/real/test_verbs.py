@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from edgekv import Engine, Model, Session, Settings, decode_together, numerics
+from edgekv import Engine, Model, Session, Settings, numerics
 from edgekv.batch import Chunk
 from edgekv.layout import REBASE_AT
 
@@ -36,49 +35,6 @@ def mean_kl(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> flo
     return float(numerics.kl_divergence(one, other).mean())
 
 
-def test_four_forks_together_are_faster_than_one_after_the_other(model: Model, capsys: Capture) -> None:
-    ratios = []
-    with Session(model, settings=Settings(n_ctx=1024)) as session:
-        session.append(tokens_of(model, 0, 300))
-        for turn in range(6):
-            speeds = [
-                tokens_per_s(session, way) for way in (one_after_the_other, in_one_batch)[:: 1 if turn % 2 else -1]
-            ]
-            together, alone = speeds[:: -1 if turn % 2 else 1]
-            ratios.append(together / alone)
-        session.audit()
-    ratios = ratios[1:]  # the first turn warms up
-    with capsys.disabled():
-        print(
-            f"\n{model.path.name}: four forks in one batch, tokens/s against one after the other: "
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}), n = {len(ratios)}"
-        )
-    assert statistics.median(ratios) > 1.15
-
-
-def one_after_the_other(forks: list[Session]) -> int:
-    return sum(len(fork.generate(16).finish().tokens) for fork in forks)
-
-
-def in_one_batch(forks: list[Session]) -> int:
-    going = [fork.generate(16) for fork in forks]
-    for _ in decode_together(going):
-        pass
-    return sum(len(g.tokens) for g in going)
-
-
-def tokens_per_s(session: Session, way: Callable[[list[Session]], int]) -> float:
-    forks = [session.fork() for _ in range(4)]
-    for number, fork in enumerate(forks):
-        fork.append(f" {number}")
-    began = time.perf_counter()
-    count = way(forks)
-    seconds = time.perf_counter() - began
-    for fork in forks:
-        fork.close()
-    return count / seconds
-
-
 def test_a_fork_says_what_its_origin_says(model: Model) -> None:
     with Session(model, settings=Settings(n_ctx=1024)) as session:
         session.append(tokens_of(model, 1, 200))
@@ -88,8 +44,8 @@ def test_a_fork_says_what_its_origin_says(model: Model) -> None:
 
 
 def test_a_replaced_text_read_again_equals_a_restart(model: Model) -> None:
-    tokens, summary = tokens_of(model, 2, 600), tokens_of(model, 3, 60)
-    before, old, after, compared = np.split(tokens, [200, 500, 536])
+    tokens, summary = tokens_of(model, 2, 350), tokens_of(model, 3, 60)
+    before, old, after, compared = np.split(tokens, [100, 250, 286])
     with (
         Session(model, settings=Settings(n_ctx=1024)) as session,
         Session(model, settings=Settings(n_ctx=1024)) as fresh,
@@ -122,10 +78,10 @@ def test_positions_far_beyond_training_change_nothing(model: Model, capsys: Capt
     the float32 angle. Far beyond, the divergence is seen to rise.
     """
     trained = int(model.header[f"{model.header['general.architecture']}.context_length"])
-    tokens = tokens_of(model, 1, 288)
+    tokens = tokens_of(model, 1, 160)
     reference = logits_at(model, tokens, 0, n_batch=512)
     floor = mean_kl(reference, logits_at(model, tokens, 0, n_batch=37))
-    offsets = [trained // 2, trained, 2 * trained, 4 * trained, REBASE_AT, 1 << 24]
+    offsets = [trained, 4 * trained, REBASE_AT, 1 << 24]
     curve = {at: mean_kl(reference, logits_at(model, tokens, at, n_batch=512)) for at in sorted(offsets)}
     with capsys.disabled():
         print(f"\n{model.path.name}: trained on {trained:,}; mean KL from position 0, 32 tokens; floor {floor:.4f}")
