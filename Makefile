@@ -2,8 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export EDGEKV_REQUIRE_MODELS := 1
+PYTEST := $(BIN)/python -m pytest -n logical --dist worksteal
+QUICK := tests/pure --ignore tests/pure/test_catalog.py --ignore tests/pure/test_cli_frame.py \
+	$(patsubst %,tests/native/test_%.py,compact faults forks generation kinds markup new_text park positions save window)
 
-.PHONY: help setup demo test test-all lint format bench models clean
+.PHONY: help setup demo test test-quick test-all lint format bench models clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -22,10 +25,13 @@ demo: setup ## mask-and-continue against restart, on SmolLM2, and a short report
 	@$(BIN)/edgekv compare --arms mask,isolated --cases 5 --compared 5 --repeat 4 --suffix 32,128 --span 192 --html report.html > /dev/null
 
 test: setup models ## the whole test suite, real models included
-	$(BIN)/python -m pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
-test-all: setup models ## longer tiers too
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest
+test-quick: setup ## what is tested in half a minute, without real models or many processes
+	$(PYTEST) -m 'not slow and not real' -k 'not made_to_hurt' $(QUICK)
+
+test-all: setup models ## longer tiers and random examples too
+	HYPOTHESIS_PROFILE=nightly $(PYTEST)
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -140,8 +140,9 @@ def test_history_and_completion(chat: Open) -> None:
     assert "masked" in window.until("gap closed")
 
 
-def test_no_line_is_broken_in_a_narrow_window(chat: Open, width: int = 40) -> None:
+def test_no_line_is_broken_in_a_narrow_window(chat: Open) -> None:
     """Tables and the map fit, word by word; nothing is cut off in the middle of a span's name."""
+    width = 40
     window = chat(*QUIET, width=width)
     for message in ("One.", "Two.", "Three."):
         window.enter(message)

@@ -373,8 +373,9 @@ def test_tool_results_can_be_cleared_and_their_delimiters_stay(tiny_path: TinyPa
 
 @pytest.mark.parametrize(
     ("policy", "spill"),
-    [("hide_oldest()", "evict"), ("hide_oldest()", "park"), ("keep_turns(2)", "park"), ("sliding_window(4, 200)", "evict"),
-     ("summarize_oldest(0.6, 0.3)", "evict"), ("summarize_oldest(0.6, 0.3, kept=False)", "park")],
+    [("hide_oldest()", "evict"), ("hide_oldest()", "park"), ("keep_turns(2)", "park"),
+     ("sliding_window(4, 200)", "evict"), ("summarize_oldest(0.6, 0.3)", "evict"),
+     ("summarize_oldest(0.6, 0.3, kept=False)", "park")],
 )  # fmt: skip
 def test_any_length_on_a_small_context(tiny_path: TinyPath, policy: str, spill: str) -> None:
     chat = open_chat(
