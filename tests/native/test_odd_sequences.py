@@ -327,7 +327,7 @@ def test_one_that_ends_in_another_thread(session: Session) -> None:
         next(running)
         thread = threading.Thread(target=lambda: [g.finish() for g in going])
         thread.start()
-        thread.join(10)
+        thread.join()
         list(running)
         assert [len(g.tokens) for g in going] == [5, 5]
 
@@ -356,7 +356,7 @@ def test_tokens_read_while_another_thread_inserts(session: Session) -> None:
         session.insert(70, some_tokens(3))
         session.undo()
     stop.set()
-    thread.join(10)
+    thread.join()
     assert not errors_seen
 
 

@@ -13,15 +13,18 @@ from edgekv.fair_lock import FairLock
 
 
 def free(lock: FairLock) -> bool:
-    """Whether another thread gets it."""
-    got = threading.Event()
+    """Whether another thread would get it at once."""
+    got: list[bool] = []
 
     def take() -> None:
-        with lock:
-            got.set()
+        got.append(not lock._doorway.locked() and lock._lock.acquire(blocking=False))
+        if got[0]:
+            lock._lock.release()
 
-    threading.Thread(target=take, daemon=True).start()
-    return got.wait(1)
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return got[0]
 
 
 def test_it_is_taken_again_by_the_thread_that_has_it() -> None:

@@ -109,7 +109,7 @@ class _Handler(SimpleHTTPRequestHandler):
         outputfile.flush()
         if self.server.stall in self.path:
             self.server.half_way.set()
-            self.server.go.wait(60)
+            self.server.go.wait(600)
         outputfile.write(data[len(data) // 2 :])
 
     def log_message(self, format: str, *args: object) -> None:
