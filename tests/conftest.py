@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for the processes that tests start anywhere
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     starts_workers = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if not starts_workers and hasattr(os, "sched_setaffinity"):
         keep_to_one_core(os.environ.get("PYTEST_XDIST_WORKER"))

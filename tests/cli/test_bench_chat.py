@@ -113,6 +113,7 @@ def test_an_interrupted_run_reports_what_is_finished(
     assert len(json.loads(file.read_text("utf-8"))["ways"]["mask"]["turns"]) == 3
 
 
+@pytest.mark.slow
 def test_ctrl_c(start: Callable[..., subprocess.Popen[bytes]], tiny_path: TinyPath) -> None:
     """A real one, once there is progress on stderr."""
     process = start("bench", "chat", tiny_path("llama"), *QUICK, "--turns", "200", "--json", "-")
