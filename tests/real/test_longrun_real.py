@@ -12,7 +12,7 @@ from edgekv.longrun import Figures, Options
 from edgekv.longrun.texts import Frame, messages
 from edgekv.longrun.ways import WAYS
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 OPTIONS = Options(turns=16, message_tokens=64, max_tokens=8, settings=Settings(n_ctx=512, n_threads=1))
 

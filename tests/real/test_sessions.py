@@ -39,7 +39,7 @@ def edited(model: Model, kv_type: str = "f16") -> Session:
     return session
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", pytest.param("q8_0", marks=pytest.mark.slow)])
 def test_a_load_in_another_process_says_the_same(model: Model, tmp_path: Path, kv_type: str) -> None:
     with edited(model, kv_type) as session:
         session.save(tmp_path / "chat.kvs")
@@ -83,6 +83,7 @@ def test_a_loaded_session_evaluates_nothing_again(smollm2_path: Path, tmp_path: 
     assert (timings.prefilled, timings.reread, timings.reused) == (0, 0, 1000)
 
 
+@pytest.mark.parametrize("model", ["smollm2_path", pytest.param("gemma_path", marks=pytest.mark.slow)], indirect=True)
 def test_an_attached_text_is_as_good_as_one_that_was_read(model: Model, tmp_path: Path, capsys: Capture) -> None:
     content = bench.TEXTS[0].read_text("utf-8")[:1600]
     prefill(content, tmp_path / "text.kv", model, attend=bench.SYSTEM)
