@@ -58,7 +58,7 @@ class Engine:
         self.num_cells: Final[int] = self._cells.size
         self.n_batch: Final[int] = lib.llama_n_batch(self._ctx)
         self.shares: Final = Shares()
-        self.parking: Final = Parking(settings.parked_limit, settings.spill_folder)
+        self.parking: Final = Parking(settings.parked_limit, lambda: settings.spill_folder)
         self.lost = ""  # why no session on this engine can go on
         self.reading = False  # while a session reads and its progress callback may run
         self._free_sequences = list(range(NUM_RESERVED, self._num_sequences))

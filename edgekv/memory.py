@@ -258,20 +258,24 @@ def _soft_limit(name: str) -> int:
 def _cgroup_room() -> int:
     """Room below the memory limits of this process's cgroups (v1 and v2) and all above them; huge with no limit."""
     rooms = [_NO_LIMIT]
-    for folder in _cgroup_folders():
+    for folder in cgroup_folders("memory"):
         with contextlib.suppress(OSError, ValueError):
             rooms.append(_room_in(folder))
     return min(rooms)
 
 
-def _cgroup_folders() -> Iterator[Path]:
-    """Where the limits stand. In a container the host's path is not there, and the root has the container's own."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+def cgroup_folders(controller: str, system: Path = Path("/")) -> Iterator[Path]:
+    """Where the limits of a controller ("memory", "cpu") are, in version 1 and 2: of this process's group, and of all
+    above it. In a container the host's path is not there, and the root has the container's own.
+
+    system: where /proc and /sys are.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
-            root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+            root = system / "sys/fs/cgroup" / (controller if controllers else "")
             folder = root / group.lstrip("/")
             yield from (folder, *(above for above in folder.parents if above.is_relative_to(root)))
 

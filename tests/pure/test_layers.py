@@ -54,7 +54,7 @@ LAYERS = (
     ("_llama", "settings", "state_blob", "fetch", "tiny", "receipts", "tally", "numerics"),
     ("catalog", "capabilities", "memory", "gguf", "_pip"),
     ("columns", "history", "places", "steps"),
-    ("shares", "fair_lock", "store", "files", "wording"),
+    ("shares", "fair_lock", "store", "files", "wording", "folders"),
     ("spans",),
     ("errors",),
 )
