@@ -17,7 +17,7 @@ TinyPath = Callable[..., Path]
 
 #: Imports come first: another user may not read where Python is.
 NO_HOME = """
-import email.parser, importlib, os, pkgutil, pwd, sys
+import email.parser, encodings.cp437, importlib, os, pkgutil, pwd, sys
 import edgekv, edgekv.cli, platformdirs, platformdirs.unix, psutil, llama_cpp
 for module in pkgutil.walk_packages(edgekv.__path__, "edgekv."):
     if "termin" not in module.name and "__main__" not in module.name:
