@@ -48,6 +48,7 @@ LAYERS = (
     ("layout", "plans"),
     ("sampling",),
     ("engine",),
+    ("kv_check",),
     ("batch", "budget", "cells", "parking"),
     ("manifest",),
     ("model",),
