@@ -26,6 +26,7 @@ _STRING: Final = 8
 _ARRAY: Final = 9
 _LONGEST: Final = 1 << 26  # no key or value of a sane file is longer; a damaged length would ask for terabytes
 _LARGEST: Final = 1 << 28  # nor is a header
+_MOST: Final = 1 << 20  # nor are there so many keys or tensors
 _MANY: Final = 4096  # longer arrays are tables of the tokenizer, of which no value is needed
 _BLOCK: Final = 1 << 20
 _ALIGNMENT: Final = 32
@@ -158,7 +159,7 @@ class _Head:
             self._read()
         except OSError as err:
             raise ModelError(f"{path} cannot be read: {err.strerror or err}") from err
-        except (struct.error, KeyError, OverflowError, MemoryError, RecursionError) as err:
+        except (struct.error, KeyError, OverflowError, MemoryError) as err:
             raise DamagedModel(f"{path} ends or breaks inside its header; fetch or copy it again") from err
 
     def number(self, key: str) -> int:
@@ -169,6 +170,8 @@ class _Head:
         version, num_tensors, count = self._unpack("IQQ")
         if version not in (2, 3):
             raise NotGGUF(f"{self.path} has GGUF version {version}; 2 and 3 are supported, little-endian")
+        if max(num_tensors, count) > _MOST:
+            raise struct.error("a number beyond any sane file")
         for _ in range(count):
             self._key_value()
         for _ in range(num_tensors):
@@ -203,8 +206,6 @@ class _Head:
         if kind != _ARRAY:
             return self._unpack(_SCALARS[kind])[0]
         item, count = self._unpack("IQ")
-        if item == _ARRAY:
-            return [self._value(item) for _ in range(count)]
         if item == _STRING:
             self._pass_strings(count)
             return None

@@ -64,7 +64,7 @@ def _note(kv_type: str, head_size: int) -> str:
     except (EdgekvError, OSError, ValueError) as err:
         _log.debug("a %s cache could not be tried with heads of %d: %s", kv_type, head_size, err)
         return ""
-    if kl > LIMITS[kv_type]:
+    if not kl <= LIMITS[kv_type]:  # NaN is no pass
         return (
             f"a {kv_type} cache garbles on this CPU with this build of llama.cpp (mean KL {kl:.2g} nats from an f16 "
             f"cache on a test model, at most {LIMITS[kv_type]:g} is rounding): use kv_type='f16', and see edgekv doctor"

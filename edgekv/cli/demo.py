@@ -67,8 +67,8 @@ def _tell(run: Demo, *, quiet: bool) -> None:
     with _watched(run, "reading the report"):
         report = run.read_report()
     out.print(
-        f"[bold]{escape(run.model.description)}[/] read a field report of {len(report):,} tokens. A model this small gets "
-        "some answers wrong, with the report and without; what counts is how near the ways come to each other.\n"
+        f"[bold]{escape(run.model.description)}[/] read a field report of {len(report):,} tokens. A model this small "
+        "gets some answers wrong, with the report and without; what counts is how near the ways come to each other.\n"
     )
     for question, answer in _answers(run):
         out.print(f"[dim]?[/] {_escape(question)}")
