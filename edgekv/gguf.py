@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,7 +28,7 @@ _LONGEST: Final = 1 << 26  # no key or value of a sane file is longer; a damaged
 _LARGEST: Final = 1 << 28  # nor is a header
 _MOST: Final = 1 << 20  # nor are there so many keys or tensors
 _MANY: Final = 4096  # longer arrays are tables of the tokenizer, of which no value is needed
-_BLOCK: Final = 1 << 20
+_BLOCK: Final = 1 << 16
 _ALIGNMENT: Final = 32
 
 _SAMPLE: Final = 1 << 16  # bytes a sample of the fingerprint
@@ -323,11 +323,17 @@ def _fingerprint(heads: list[_Head]) -> str:
         lengths = struct.pack("<QQQ", len(tensor.name), len(tensor.shape), region.size)
         digest.update(lengths + tensor.name + tensor.shape)
     regions = [region for _, region in tensors]
-    room = max(0, sum(r.size for r in regions) - _SAMPLE)
-    for at in sorted({room * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+    for at in _places(sum(r.size for r in regions)):
         for block in _sample(regions, at):
             digest.update(block)
     return digest.hexdigest()[:32]
+
+
+def _places(total: int) -> Iterable[int]:
+    """Where samples begin: from the first byte to the last, evenly; one after the other where they cover all."""
+    if total <= _SAMPLES * _SAMPLE:
+        return range(0, total, _SAMPLE)
+    return ((total - _SAMPLE) * i // (_SAMPLES - 1) for i in range(_SAMPLES))
 
 
 def _regions(head: _Head) -> Iterator[tuple[_Tensor, _Region]]:
