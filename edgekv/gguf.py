@@ -75,20 +75,27 @@ def open_model(path: str | os.PathLike[str]) -> ModelFile:
     missing; ModelError where it may not be read.
     """
     path = Path(path).absolute()  # the working folder may change
-    with ExitStack() as stack:
-        head = _Head(path, stack)
-        head.refuse_other_kinds()
-        heads = [head, *(_later(part, i, head, stack) for i, part in _other_parts(head))]
-        if not any(h.tensors for h in heads):
-            raise NotGenerative(f"{path} holds a vocabulary but no model; nothing can be generated with it")
-        return ModelFile(
-            path=path,
-            parts=tuple(h.path for h in heads),
-            header=head.metadata,
-            size=sum(h.size for h in heads),
-            fingerprint=_fingerprint(heads),
-            _were=tuple(h.identity for h in heads),
-        )
+    try:
+        with ExitStack() as stack:
+            return _open(path, stack)
+    except OSError as err:
+        raise ModelError(f"{err.filename or path} cannot be read: {err.strerror or err}") from err
+
+
+def _open(path: Path, stack: ExitStack) -> ModelFile:
+    head = _Head(path, stack)
+    head.refuse_other_kinds()
+    heads = [head, *(_later(part, i, head, stack) for i, part in _other_parts(head))]
+    if not any(h.tensors for h in heads):
+        raise NotGenerative(f"{path} holds a vocabulary but no model; nothing can be generated with it")
+    return ModelFile(
+        path=path,
+        parts=tuple(h.path for h in heads),
+        header=head.metadata,
+        size=sum(h.size for h in heads),
+        fingerprint=_fingerprint(heads),
+        _were=tuple(h.identity for h in heads),
+    )
 
 
 def _identity(stat: os.stat_result) -> tuple[int, ...]:
@@ -157,8 +164,6 @@ class _Head:
             if self._take(4, short=True) != MAGIC:
                 raise NotGGUF(_other_kind(path))
             self._read()
-        except OSError as err:
-            raise ModelError(f"{path} cannot be read: {err.strerror or err}") from err
         except (struct.error, KeyError, OverflowError, MemoryError) as err:
             raise DamagedModel(f"{path} ends or breaks inside its header; fetch or copy it again") from err
 
