@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgekv.errors import DamagedModel, ModelError, ModelNotFound
+from edgekv.folders import expand, user_folder
 
 DEFAULT = "smollm2"
 
@@ -90,14 +91,15 @@ def sha256(path: Path, tick: Callable[[int], None] | None = None) -> str:
 
 
 def models_dir() -> Path:
-    """The folder for model files: ``EDGEKV_MODELS``, else models/ of a clone, else a user cache folder."""
+    """The folder for model files: ``EDGEKV_MODELS``, else models/ of a clone, else a user cache folder.
+
+    Raises FileError where there is none of them: the user has no home folder.
+    """
     if override := os.environ.get("EDGEKV_MODELS"):
-        return Path(override).expanduser().absolute()
+        return expand(override).absolute()
     if clone := _clone():
         return clone / "models"
-    import platformdirs  # only an installed package needs it
-
-    return platformdirs.user_cache_path("edgekv", appauthor=False) / "models"
+    return user_folder("cache", "name a folder for model files in EDGEKV_MODELS") / "models"
 
 
 def entries() -> tuple[Entry, ...]:
@@ -131,13 +133,14 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     A name of the manifest means that model even where a file is called so ("./smollm2" is the file).
 
     Raises ModelNotFound when it is nowhere (the message names the fetch command or what is near),
-    DamagedModel when a file of the manifest has the wrong size.
+    DamagedModel when a file of the manifest has the wrong size, FileError or UsageError where it would lie in a home
+    folder and there is none.
     """
     if isinstance(model, str):
         for entry in entries():
             if entry.name == model:
                 return _on_disk(entry)
-    path = Path(model).expanduser()
+    path = expand(model)
     if os.path.isfile(path):
         return path
     raise _missing(path)
@@ -184,7 +187,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 def _manifest() -> Path:
     if override := os.environ.get("EDGEKV_MANIFEST"):
-        return Path(override).expanduser()
+        return expand(override)
     clone = _clone()
     return clone / "models" / "manifest.json" if clone else _PACKAGE / "manifest.json"
 

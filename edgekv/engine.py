@@ -7,6 +7,7 @@ cells.py does the same for sequences and cells.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from . import _llama, memory
+from . import _llama, kv_check, memory
 from ._llama import lib, uninterrupted
 from .batch import Batch, Chunk
 from .cells import MAX_POS, Blob, Cells
@@ -37,6 +38,9 @@ class LogitsHolder(Protocol):
 class Engine:
     """A context on ``model``. All verbs hold ``lock``; close it before the model.
 
+    ``notes``: what the user should know of it, a sentence each; each is a warning too. A quantised cache is tried at
+    its first use on a machine, see :mod:`edgekv.kv_check`.
+
     Raises TooLarge, before anything is allocated, when the cache would not fit in free RAM.
     """
 
@@ -48,6 +52,9 @@ class Engine:
         self.close_gaps: Final = model.close_gaps(settings.kv_type)
         self.can_shift: Final = bool(self.close_gaps)
         self._refuse_too_large()
+        self.notes: Final = tuple(filter(None, [kv_check.note(model, settings.kv_type)]))
+        for note in self.notes:
+            warnings.warn(note, stacklevel=3)
         # A state takes memory for every sequence, and cannot be masked.
         self._num_archives: Final = settings.n_archives if model.capabilities.mask else 0
         self._num_sequences: Final = settings.n_sequences(self._num_archives)
@@ -58,7 +65,7 @@ class Engine:
         self.num_cells: Final[int] = self._cells.size
         self.n_batch: Final[int] = lib.llama_n_batch(self._ctx)
         self.shares: Final = Shares()
-        self.parking: Final = Parking(settings.parked_limit, settings.spill_folder)
+        self.parking: Final = Parking(settings.parked_limit, lambda: settings.spill_folder)
         self.lost = ""  # why no session on this engine can go on
         self.reading = False  # while a session reads and its progress callback may run
         self._free_sequences = list(range(NUM_RESERVED, self._num_sequences))

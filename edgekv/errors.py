@@ -11,7 +11,7 @@
     │   ├── ModelNotFound           no such name or path; the message names what is near, or the fetch command
     │   ├── NotGGUF                 another kind of file
     │   ├── DamagedModel            truncated, or refused by llama.cpp
-    │   ├── NotGenerative           vocabulary only, or an encoder: there is no memory to mask
+    │   ├── NotGenerative           vocabulary only, an encoder, an adapter, ...: there is no memory to mask
     │   ├── TooLarge                model or cache would not fit in the RAM that is free here
     │   ├── TemplateError           the chat template cannot be read, or cannot render this conversation
     │   └── FetchFailed             download failed or its checksum is wrong; no file was left behind
@@ -78,7 +78,7 @@ class DamagedModel(ModelError):
 
 
 class NotGenerative(ModelError):
-    """Vocabulary only, or an encoder: there is no cache to mask."""
+    """Vocabulary only, an encoder, an adapter, a later part of a split model: there is no cache to mask."""
 
 
 class TooLarge(ModelError):

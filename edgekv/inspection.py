@@ -53,16 +53,21 @@ class BudgetFigures:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Facts of one model. bos: the token every text begins with, as text. sliding_window: positions, 0 for none.
+    """Facts of one model. parts: files it is split into; size: bytes of all of them. description: what to call it.
 
-    budget: what one gives, None where none was asked for.
+    bos: the token every text begins with, as text. sliding_window: positions, 0 for none. budget: what one gives, None
+    where none was asked for.
     """
 
     path: Path
+    parts: int
     size: int
     fingerprint: str
     arch: str
+    name: str
     description: str
+    n_params: int
+    quantisation: str
     n_ctx_train: int
     n_vocab: int
     bos: str | None
@@ -79,13 +84,17 @@ class Inspection:
 
 def inspect(model: Model, memory_budget: int | str | None = None) -> Inspection:
     """Ask a loaded model; nothing is read or generated. Raises TooLarge when a cache does not fit in the budget."""
-    size, ram_free = model.path.stat().st_size, memory.free_ram()
+    ram_free = memory.free_ram()
     return Inspection(
         path=model.path,
-        size=size,
+        parts=len(model.parts),
+        size=model.size,
         fingerprint=model.fingerprint,
         arch=model.arch,
+        name=model.name,
         description=model.description,
+        n_params=model.n_params,
+        quantisation=model.quantisation,
         n_ctx_train=model.n_ctx_train,
         n_vocab=model.n_vocab,
         bos=None if model.bos is None else model.detokenize([model.bos]),
@@ -95,7 +104,7 @@ def inspect(model: Model, memory_budget: int | str | None = None) -> Inspection:
         sliding_window=model.n_swa,
         capabilities=model.capabilities,
         ram_free=ram_free,
-        kv=tuple(_figures(model, size, kv_type) for kv_type in memory.KV_BLOCKS),
+        kv=tuple(_figures(model, kv_type) for kv_type in memory.KV_BLOCKS),
         metadata=model.metadata,
         budget=None if memory_budget is None else _in_budget(model, budget.parse_size(memory_budget)),
     )
@@ -120,8 +129,8 @@ def _in_budget(model: Model, limit: int) -> BudgetFigures:
     )
 
 
-def _figures(model: Model, size: int, kv_type: str) -> KvFigures:
+def _figures(model: Model, kv_type: str) -> KvFigures:
     need = model.estimate(CELLS, kv_type)
-    largest = memory.largest_context(model.header, size, kv_type, _BATCH)
+    largest = memory.largest_context(model.header, model.size, kv_type, _BATCH)
     each = model.kv_bytes_per_token(kv_type)
     return KvFigures(kv_type, each, need.cache, need.total, largest, model.close_gaps(kv_type))

@@ -133,7 +133,7 @@ def describe(
         edgekv=__version__,
         llama_cpp_python=_llama_version(),
         machine=platform.machine(),
-        model=ModelFacts(_readable(model.path.resolve()), model.fingerprint, model.arch, model.n_vocab),
+        model=ModelFacts(_readable(model.path), model.fingerprint, model.arch, model.n_vocab),
         cache=CacheFacts.of(settings),
         session=session,
         module=module,

@@ -100,7 +100,7 @@ def cells_for(n_ctx: int) -> int:
 def check_head_size(header: Mapping[str, Any], kv_type: str) -> bool:
     """Whether llama.cpp can make a cache of that type: a head is a whole number of blocks (llama-context.cpp)."""
     block, _ = KV_BLOCKS[check_kv_type(kv_type)]
-    return all(size % block == 0 for size in _head_sizes(header))
+    return all(size % block == 0 for size in head_sizes(header))
 
 
 def estimate(
@@ -258,20 +258,24 @@ def _soft_limit(name: str) -> int:
 def _cgroup_room() -> int:
     """Room below the memory limits of this process's cgroups (v1 and v2) and all above them; huge with no limit."""
     rooms = [_NO_LIMIT]
-    for folder in _cgroup_folders():
+    for folder in cgroup_folders("memory"):
         with contextlib.suppress(OSError, ValueError):
             rooms.append(_room_in(folder))
     return min(rooms)
 
 
-def _cgroup_folders() -> Iterator[Path]:
-    """Where the limits stand. In a container the host's path is not there, and the root has the container's own."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+def cgroup_folders(controller: str, system: Path = Path("/")) -> Iterator[Path]:
+    """Where the limits of a controller ("memory", "cpu") are, in version 1 and 2: of this process's group, and of all
+    above it. In a container the host's path is not there, and the root has the container's own.
+
+    system: where /proc and /sys are.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
-            root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+            root = system / "sys/fs/cgroup" / (controller if controllers else "")
             folder = root / group.lstrip("/")
             yield from (folder, *(above for above in folder.parents if above.is_relative_to(root)))
 
@@ -301,7 +305,7 @@ def _key(header: Mapping[str, Any], name: str, default: int = 0) -> int:
     return max(_numbers(header.get(f"{header.get('general.architecture', '')}.{name}", default)), default=default)
 
 
-def _head_sizes(header: Mapping[str, Any]) -> tuple[int, int]:
+def head_sizes(header: Mapping[str, Any]) -> tuple[int, int]:
     """Elements of one K head and one V head."""
     size = _key(header, "embedding_length") // (_key(header, "attention.head_count") or 1)
     return _key(header, "attention.key_length") or size, _key(header, "attention.value_length") or size
@@ -314,7 +318,7 @@ def _row_widths(header: Mapping[str, Any]) -> list[int]:
     heads = _key(header, "attention.head_count") or 1
     given = header.get(f"{arch}.attention.head_count_kv", 0 if f"{arch}.ssm.state_size" in header else heads)
     kv_heads = given if isinstance(given, list) and len(given) > 1 else _numbers(given) * layers
-    return [int(n) * width for n in kv_heads[:layers] for width in _head_sizes(header) if n]
+    return [int(n) * width for n in kv_heads[:layers] for width in head_sizes(header) if n]
 
 
 def _numbers(value: Any) -> list[int]:

@@ -1,15 +1,16 @@
-"""Model: one GGUF file: tokenizer, metadata, capabilities, fingerprint, memory estimate."""
+"""Model: one GGUF model: tokenizer, metadata, capabilities, fingerprint, memory estimate."""
 
 from __future__ import annotations
 
 import codecs
 import ctypes
-import hashlib
 import os
 import threading
 import weakref
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import repeat
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -19,11 +20,10 @@ from . import _llama, capabilities, catalog, gguf, memory
 from ._llama import lib
 from .capabilities import Capability
 from .errors import BadState, ClosedError, DamagedModel, ModelError, NotGenerative, TooLarge, UsageError
+from .wording import parameters, printable
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 
-_SAMPLE: Final = 1 << 16  # bytes a sample of the fingerprint
-_SAMPLES: Final = 64
 _NO_MEMORY: Final = ("Cannot allocate memory", "bad_alloc", "failed to allocate", "unable to allocate")
 # llama.h: LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, _LSTRIP, _RSTRIP
 _CONTROL, _USER_DEFINED, _LSTRIP, _RSTRIP = 1 | 1 << 3, 1 << 4, 1 << 7, 1 << 8
@@ -33,14 +33,23 @@ _ROPE_MROPE: Final = 8  # llama.h: LLAMA_ROPE_TYPE_MROPE; IMROPE (40) has the bi
 class Model:
     """A GGUF model loaded for the CPU. Close it, or use it as a context manager.
 
-    ``source`` is a name of the manifest (``edgekv models list``) or a path. Raises ModelNotFound, NotGGUF,
-    DamagedModel (truncated, or refused by llama.cpp), NotGenerative (vocabulary only, encoder), TooLarge.
+    ``source`` is a name of the manifest (``edgekv models list``) or a path; of a split model, its first part. edgekv
+    runs on the CPU, also where llama.cpp was built with GPU support: no layer is offloaded.
+
+    What the file says, its size and its fingerprint are taken when it is opened. It may be replaced (by a rename, as
+    downloads do it) or deleted while the model is open; it must not be written into, as the weights are mapped from it.
+
+    Raises ModelNotFound (a missing part of a split model, too), NotGGUF, DamagedModel (truncated, refused by llama.cpp,
+    or changed while it was being opened), NotGenerative (vocabulary only, encoder, adapter, mmproj, ...), TooLarge.
     """
 
     def __init__(self, source: str | os.PathLike[str] = catalog.DEFAULT) -> None:
-        self.path: Final = catalog.resolve(source)
-        self.header: Final = gguf.read_header(self.path)
-        self._refuse_unloadable()
+        self._file: Final = gguf.open_model(catalog.resolve(source))
+        self.path: Final[Path] = self._file.path
+        self.header: Final = self._file.header
+        self.size: Final = self._file.size
+        self.fingerprint: Final = self._file.fingerprint
+        self._refuse_beyond(memory.room_to_load(self.header, self.size), self.size)
         _llama.start()
         self._ptr = self._load()
         self._vocab = lib.llama_model_get_vocab(self._ptr)
@@ -55,13 +64,6 @@ class Model:
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self.capabilities: Final = self._ask_capabilities()
 
-    def _refuse_unloadable(self) -> None:
-        arch = self.header.get("general.architecture", "")
-        if f"{arch}.block_count" not in self.header or not self.header[gguf.TENSOR_COUNT]:
-            raise NotGenerative(f"{self.path} holds a vocabulary but no model; nothing can be generated with it")
-        size = self.path.stat().st_size
-        self._refuse_beyond(memory.room_to_load(self.header, size), size)
-
     def _refuse_beyond(self, free: int, needed: int) -> None:
         """llama.cpp may end the process where it gets no memory, so room is asked for first."""
         if needed > free:
@@ -75,15 +77,20 @@ class Model:
         params = lib.llama_model_default_params()
         params.n_gpu_layers = 0
         # Some weights are copied into a layout this CPU is faster with, which may double what they take.
-        params.use_extra_bufts = 2 * self.path.stat().st_size < memory.free_ram()
+        params.use_extra_bufts = 2 * self.size < memory.free_ram()
         before = _private_bytes()
         pointer = lib.llama_model_load_from_file(os.fsencode(self.path), params)
         self._loaded_bytes = _private_bytes() - before
-        if not pointer:
-            raise self._refusal(_llama.last_messages() or "no reason given")
-        if lib.llama_model_has_encoder(pointer) or not lib.llama_model_has_decoder(pointer):
-            lib.llama_model_free(pointer)
-            raise NotGenerative(f"{self.path} is an encoder or has one: there is no cache of past tokens to mask")
+        try:
+            self._file.check_unchanged()
+            if not pointer:
+                raise self._refusal(_llama.last_messages() or "no reason given")
+            if lib.llama_model_has_encoder(pointer) or not lib.llama_model_has_decoder(pointer):
+                raise NotGenerative(f"{self.path} is an encoder or has one: there is no cache of past tokens to mask")
+        except ModelError:
+            if pointer:
+                lib.llama_model_free(pointer)
+            raise
         return pointer
 
     def _refusal(self, reason: str) -> ModelError:
@@ -152,27 +159,37 @@ class Model:
     def arch(self) -> str:
         return str(self.header.get("general.architecture", "?"))
 
+    @property
+    def parts(self) -> tuple[Path, ...]:
+        """Its files: one, or those of a split model in their order."""
+        return self._file.parts
+
+    @cached_property
+    def n_params(self) -> int:
+        """Parameters, counted in its tensors."""
+        return int(lib.llama_model_n_params(self.ptr))
+
+    @cached_property
+    def quantisation(self) -> str:
+        """Of most of its weights, as llama.cpp calls it, such as 'Q4_1'; '' where it does not know."""
+        name = (lib.llama_ftype_name(lib.llama_model_ftype(self.ptr)) or b"").decode("utf-8", "replace")
+        return "" if "unknown" in name else name.removeprefix("(guessed) ")
+
+    @cached_property
+    def name(self) -> str:
+        """The name its file gives it, in one line of at most 80 characters; the file's own name where it gives none."""
+        name = " ".join(printable(str(self.header.get("general.name", ""))).split())[:80]
+        return name if any(c.isalnum() for c in name) else printable(self.path.stem)[:80]
+
     @cached_property
     def description(self) -> str:
-        """As llama.cpp puts it, such as 'llama 256M Q4_1'."""
-        return _text(lib.llama_model_desc, self.ptr)
+        """What to call this model: 'SmolLM2 135M, 135M parameters, Q4_1'."""
+        return ", ".join(filter(None, (self.name, f"{parameters(self.n_params)} parameters", self.quantisation)))
 
     @property
     def chat_template(self) -> str | None:
         """The model's own Jinja template, None for a base model."""
         return self.metadata.get("tokenizer.chat_template")
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """32 hex digits that tell model files apart: a hash of the size, the first MiB and 64 samples of the rest."""
-        size = self.path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with self.path.open("rb") as file:
-            digest.update(file.read(1 << 20))
-            for i in range(_SAMPLES):
-                file.seek(max(0, (size - _SAMPLE) * i // (_SAMPLES - 1)))
-                digest.update(file.read(_SAMPLE))
-        return digest.hexdigest()[:32]
 
     @cached_property
     def has_mrope(self) -> bool:
@@ -224,8 +241,8 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        """What the opened model takes: its file, the vocabulary's tables, weights repacked for this CPU."""
-        return self.path.stat().st_size + max(self.n_vocab * memory.VOCABULARY, self._loaded_bytes)
+        """What the opened model takes: its files, the vocabulary's tables, weights repacked for this CPU."""
+        return self.size + max(self.n_vocab * memory.VOCABULARY, self._loaded_bytes)
 
     def estimate(
         self,
@@ -279,8 +296,15 @@ class Model:
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        """Every token that ends a generation."""
-        return tuple(t for t in range(self.n_vocab) if self.is_end(t))
+        """Every token that ends a generation, in the order of their numbers.
+
+        llama.cpp makes control tokens of those it knows by their text; the others are in the metadata, or its default.
+        """
+        named = (value for key, value in self.header.items() if key.endswith("_token_id") and isinstance(value, int))
+        asked = ("eos", "eot", "fim_pad", "fim_rep", "fim_sep")
+        told = (int(getattr(lib, f"llama_vocab_{name}")(self.vocab)) for name in asked)
+        candidates = {*self._special, *named, *told}
+        return tuple(sorted(t for t in candidates if 0 <= t < self.n_vocab and self.is_end(t)))
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:
@@ -298,9 +322,11 @@ class Model:
 
     @cached_property
     def _special(self) -> dict[int, int]:
-        """Token -> attributes, of all that are no plain text: asking for each of a large vocabulary takes its time."""
-        wanted, ask, vocab = _CONTROL | _USER_DEFINED, lib.llama_vocab_get_attr, self.vocab
-        return {t: attributes for t in range(self.n_vocab) if (attributes := int(ask(vocab, t))) & wanted}
+        """Token -> attributes, of all that are no plain text: one native call for each of the vocabulary, once."""
+        asked = map(lib.llama_vocab_get_attr, repeat(self.vocab), range(self.n_vocab))
+        attributes = np.fromiter(asked, np.int32, self.n_vocab)
+        found = np.flatnonzero(attributes & (_CONTROL | _USER_DEFINED))
+        return dict(zip(found.tolist(), attributes[found].tolist(), strict=True))
 
     def swallows(self, token: int) -> tuple[bool, bool]:
         """Whether a control token takes the white space in front of it, and that behind it, for its own."""

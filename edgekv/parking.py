@@ -11,7 +11,7 @@ import contextlib
 import tempfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -51,9 +51,9 @@ class Blob:
 
 class Parking:
     """The blobs of an engine. ``most``: bytes in host memory; beyond them the blobs that were parked longest ago go to
-    ``folder``. None for no limit."""
+    ``folder()``, which is asked for only then. None for no limit."""
 
-    def __init__(self, most: int | None, folder: Path) -> None:
+    def __init__(self, most: int | None, folder: Callable[[], Path]) -> None:
         self._most: Final = most
         self._folder: Final = folder
         self._blobs: OrderedDict[int, Blob] = OrderedDict()  # the least recently used first
@@ -73,7 +73,7 @@ class Parking:
             if folder is not None:
                 self._to_file(blob, folder)
             elif self._most is not None and len(data) > self._most:
-                self._to_file(blob, self._folder)
+                self._to_file(blob, self._folder())
             elif self._most is not None:
                 self._make_room(len(data))
             number, self._next = self._next, self._next + 1
@@ -94,7 +94,7 @@ class Parking:
             if self._in_memory(self._blobs.values()) + num_bytes <= self._most:
                 return
             if blob.data is not None:
-                self._to_file(blob, self._folder)
+                self._to_file(blob, self._folder())
 
     def _to_file(self, blob: Blob, folder: Path) -> None:
         assert blob.data is not None

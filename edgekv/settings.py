@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Final
 
 from . import memory
 from .errors import UsageError
+from .folders import user_folder
 from .wording import num_bytes
 
 SCRATCH: Final = 0  # for what the engine builds aside; empty between its calls
@@ -25,11 +27,14 @@ class Settings:
     """How a context is opened.
 
     n_ctx: cells, rounded up to 256. n_batch: tokens a decode call, which is also how long Ctrl-C may wait. kv_type:
-    f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use. n_sessions, n_archives:
-    sequences set aside; sessions and forks share the cells, and an archive takes masked spans whose positions do not
-    overlap. rope_freq_base, rope_freq_scale: of RoPE, 0 for the model's own. max_parked_bytes (or text such as
-    "64MiB"): parked spans beyond it go to ``park_folder``, those parked longest ago first; None for no limit, and for
-    a folder of the user's cache. logits_bytes: logits a decode may keep, see max_outputs; fewer make scoring slower.
+    f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use, or the whole CPUs of a
+    container's quota where those are fewer. n_sessions, n_archives: sequences set aside; sessions and forks share the
+    cells, and an archive takes masked spans whose positions do not overlap. rope_freq_base, rope_freq_scale: of RoPE, 0
+    for the model's own. max_parked_bytes (or text such as "64MiB"): parked spans beyond it go to ``park_folder``, those
+    parked longest ago first; None for no limit, and for a folder of the user's cache. logits_bytes: logits a decode may
+    keep, see max_outputs; fewer make scoring slower.
+
+    edgekv runs on the CPU: there is no setting for a GPU, also where llama.cpp was built with support for one.
     """
 
     n_ctx: int = 4096
@@ -72,16 +77,17 @@ class Settings:
 
     @property
     def spill_folder(self) -> Path:
-        """Where parked spans go that host memory has no room for; not /tmp, which may be memory itself."""
+        """Where parked spans go that host memory has no room for; not /tmp, which may be memory itself.
+
+        Raises FileError where none was given and the user has no home folder.
+        """
         if self.park_folder is not None:
             return Path(self.park_folder)
-        import platformdirs
-
-        return platformdirs.user_cache_path("edgekv") / "parked"
+        return user_folder("cache", "give Settings(park_folder=...) for parked spans") / "parked"
 
     @property
     def threads(self) -> int:
-        return self.n_threads or physical_cores()
+        return self.n_threads or default_threads()
 
     def max_outputs(self, n_vocab: int) -> int:
         """Rows of logits one decode may keep: ``logits_bytes`` worth, at least one for every sequence.
@@ -94,6 +100,33 @@ class Settings:
 def _check_number(name: str, value: object, most: int) -> None:
     if not isinstance(value, int) or not 1 <= value <= most:
         raise UsageError(f"{name} must be a whole number from 1 to {most:,}, not {value!r}")
+
+
+def default_threads() -> int:
+    """Threads that llama.cpp is fastest with here: with more of them than CPUs they wait for each other."""
+    quota = cpu_quota()
+    return physical_cores() if quota is None else max(1, min(physical_cores(), int(quota)))
+
+
+def cpu_quota(system: Path = Path("/")) -> float | None:
+    """CPUs a container's quota (cgroup v1 or v2) leaves this process, such as 0.5; None for no quota.
+
+    system: where /proc and /sys are.
+    """
+    quotas = []
+    for folder in memory.cgroup_folders("cpu", system):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            quotas.append(_quota_in(folder))
+    return min((q for q in quotas if q > 0), default=None)
+
+
+def _quota_in(folder: Path) -> float:
+    """Raises OSError where that folder has no quota file, ValueError where the quota is "max"; negative for none."""
+    if (folder / "cpu.max").exists():
+        quota, period = (folder / "cpu.max").read_text().split()
+    else:
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    return int(quota) / int(period)
 
 
 def physical_cores() -> int:

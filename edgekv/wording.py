@@ -37,6 +37,15 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GB"
 
 
+def parameters(number: int) -> str:
+    """'135M', '1.2B': as models are called by their size."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            short = number / limit
+            return f"{short:.1f}{unit}" if short < 10 else f"{short:.0f}{unit}"
+    return str(number)
+
+
 def milliseconds(ms: float) -> str:
     """'0.4 ms', '3.44 s'."""
     return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.1f} ms"

@@ -61,12 +61,14 @@ def _fetch_if_missing(model: str) -> None:
 
 def _tell(run: Demo, *, quiet: bool) -> None:
     """The story, as it happens: on stdout, or on stderr when stdout is JSON."""
+    from rich.markup import escape
+
     out = talk() if quiet else console()
     with _watched(run, "reading the report"):
         report = run.read_report()
     out.print(
-        f"[bold]{run.model.description}[/] read a field report of {len(report):,} tokens. A model this small gets "
-        "some answers wrong, with the report and without; what counts is how near the ways come to each other.\n"
+        f"[bold]{escape(run.model.description)}[/] read a field report of {len(report):,} tokens. A model this small "
+        "gets some answers wrong, with the report and without; what counts is how near the ways come to each other.\n"
     )
     for question, answer in _answers(run):
         out.print(f"[dim]?[/] {_escape(question)}")

@@ -65,9 +65,10 @@ def _print(report: Report) -> None:
 
 def _machine(report: Report) -> list[tuple[str, str]]:
     m = report.machine
-    threads = count(m["threads_used"], "thread")
+    quota = "" if m["cpu_quota"] is None else f"; a quota of {m['cpu_quota']:.3g} CPUs"
+    threads = f"{count(m['threads_used'], 'thread')} used"
     return [
-        ("CPU", f"{m['cpu']}, {count(m['cores'] or 0, 'core')}, {m['logical_cpus']} logical; {threads} used"),
+        ("CPU", f"{m['cpu']}, {count(m['cores'] or 0, 'core')}, {m['logical_cpus']} logical{quota}; {threads}"),
         ("RAM", f"{size(m['ram_free'])} free of {size(m['ram_total'])}"),
         ("system", f"{m['os']}, {m['python']}"),
     ]

@@ -11,7 +11,7 @@ import click
 
 from edgekv.cli.output import console, json_option, model_argument, print_facts, print_json
 from edgekv.errors import UsageError
-from edgekv.wording import size
+from edgekv.wording import count, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,10 +82,11 @@ def _rows(facts: Inspection) -> list[tuple[str, str]]:
     window = f"{facts.sliding_window:,} positions in some layers" if facts.sliding_window else "none"
     begins = f"texts begin with {facts.bos}" if facts.bos is not None else "texts begin without a BOS token"
     return [
-        ("file", str(facts.path)),
+        ("model", facts.description),
+        ("file", str(facts.path) + (f" and {count(facts.parts - 1, 'more part')}" if facts.parts > 1 else "")),
         ("size", size(facts.size)),
         ("fingerprint", facts.fingerprint),
-        ("architecture", f"{facts.arch} ({facts.description})"),
+        ("architecture", facts.arch),
         ("trained for", f"{facts.n_ctx_train:,} tokens of context"),
         ("vocabulary", f"{facts.n_vocab:,} tokens; {begins}"),
         ("chat template", chat),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from edgekv import catalog
 from edgekv.doctor import machine
 from edgekv.doctor.checks import Check, Finding, carry_out
 from edgekv.doctor.machine import Facts
+from edgekv.errors import FileError
 
 __all__ = ["Check", "Finding", "Report", "examine"]
 
@@ -60,7 +61,10 @@ def examine(model: str | None = None, tick: Tick | None = None) -> Report:
 
 def _default() -> str | None:
     """The default model's name where its file is here."""
-    return catalog.DEFAULT if catalog.find(catalog.DEFAULT).state() == "present" else None
+    with suppress(FileError):  # no folder for models
+        if catalog.find(catalog.DEFAULT).state() == "present":
+            return catalog.DEFAULT
+    return None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import edgekv
 from edgekv import catalog, memory, settings
 from edgekv.doctor.checks import Check, Says
+from edgekv.errors import FileError
 
 Facts: TypeAlias = Mapping[str, Any]
 
@@ -36,7 +37,8 @@ def machine() -> Facts:
         "cpu": _cpu_name(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cpus": psutil.cpu_count(),
-        "threads_used": settings.physical_cores(),
+        "cpu_quota": settings.cpu_quota(),
+        "threads_used": settings.default_threads(),
         "ram_total": int(psutil.virtual_memory().total),
         "ram_free": memory.free_ram(),
         "os": platform.platform(),
@@ -57,7 +59,11 @@ def build() -> Facts:
 
 
 def models() -> list[Facts]:
-    return [{"name": e.name, "path": e.path, "size": e.size, "state": e.state()} for e in catalog.entries()]
+    """Those known by name; path: None where the user has no folder for them."""
+    try:
+        return [{"name": e.name, "path": e.path, "size": e.size, "state": e.state()} for e in catalog.entries()]
+    except FileError:
+        return [{"name": e.name, "path": None, "size": e.size, "state": "absent"} for e in catalog.entries()]
 
 
 def system_info() -> str:
@@ -96,7 +102,10 @@ def _look_at_build() -> Says:
 
 
 def _look_at_models() -> Says:
-    states = {entry.name: entry.state() for entry in catalog.entries()}
+    try:
+        states = {entry.name: entry.state() for entry in catalog.entries()}
+    except FileError as err:
+        return Says(str(err), "warning")
     broken = [name for name, state in states.items() if state == "wrong size"]
     here = [name for name, state in states.items() if state == "present"]
     if broken:

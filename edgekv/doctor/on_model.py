@@ -62,7 +62,7 @@ class _OnModel:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.name = model.path.stem
+        self.name = model.name
         self.num_context = _CONTEXT
 
     def checks(self) -> list[Check]:

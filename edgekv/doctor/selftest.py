@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from edgekv import tiny
+from edgekv import kv_check, tiny
 from edgekv.doctor.checks import Check, Says, expect
 from edgekv.errors import MaskUnsupported
 from edgekv.session import Session
@@ -27,6 +27,7 @@ _TEXTS: Final = {
     "tail": "What follows was read while the report was visible. ",
 }
 _PROBE: Final = "Where is the spare valve?"
+_HEAD_SIZES: Final = (64, 128, 256)
 _KINDS: Final = {"llama": "full attention", "gemma3": "sliding window"}
 
 
@@ -37,7 +38,7 @@ def checks(folder: Path) -> list[Check]:
         for kind in _KINDS
         for name, look in _BY_KIND.items()
     ]
-    return [*made, Check("refusal, recurrent", partial(_refusal, folder))]
+    return [*made, Check("quantised KV", _quantised), Check("refusal, recurrent", partial(_refusal, folder))]
 
 
 @contextmanager
@@ -115,6 +116,19 @@ def _kv_types(folder: Path, kind: str) -> Says:
             session.unmask("report")
             session.audit()
     return Says(f"{', '.join(types)}: mask, generate, unmask")
+
+
+def _quantised() -> Says:
+    """What a session with such a cache tries at its first use, for the usual head sizes."""
+    found = {(kv_type, size): kv_check.measure(kv_type, size) for kv_type in kv_check.LIMITS for size in _HEAD_SIZES}
+    for (kv_type, size), kl in found.items():
+        expect(
+            kl <= kv_check.LIMITS[kv_type],
+            f"{kv_type} with heads of {size} garbles on this CPU: mean KL {kl:.2g} nats from f16; keep caches in f16",
+        )
+    worst = {kv_type: max(kl for (other, _), kl in found.items() if other == kv_type) for kv_type in kv_check.LIMITS}
+    said = ", ".join(f"{kv_type} {kl:.2g}" for kv_type, kl in worst.items())
+    return Says(f"only rounds, with heads of 64 to 256; mean KL from f16: {said} nats", figures={"kl_mean": worst})
 
 
 def _refusal(folder: Path) -> Says:

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from edgekv import files
 from edgekv.errors import UsageError
-from edgekv.tiny.gguf import Meta, encode
+from edgekv.tiny.gguf import Meta, Tensor, encode
 from edgekv.tiny.kinds import BUILDERS, WINDOW
 from edgekv.tiny.vocab import BOS, EOS, IM_END, IM_START, tokenizer
 from edgekv.tiny.weights import Weights
 
-__all__ = ["BOS", "EOS", "IM_END", "IM_START", "KINDS", "WINDOW", "write"]
+__all__ = ["BOS", "EOS", "IM_END", "IM_START", "KINDS", "WINDOW", "content", "write"]
 
 KINDS: tuple[str, ...] = tuple(BUILDERS)
 
@@ -39,12 +39,17 @@ def write(path: str | os.PathLike[str], kind: str = "llama", *, seed: int = 0, n
     Atomic: a temporary file in the same folder takes the path's place, or nothing happens. Raises `UsageError` for an
     unknown kind, a context below 1 or a seed outside [0, 2**32), and `OSError` when the folder cannot be written.
     """
+    return files.replace(Path(path), encode(*content(kind, seed=seed, n_ctx_train=n_ctx_train)))
+
+
+def content(kind: str = "llama", *, seed: int = 0, n_ctx_train: int = 4096) -> tuple[Meta, dict[str, Tensor]]:
+    """What :func:`write` writes: metadata and tensors by name. Raises `UsageError` as it does."""
     _check(kind, seed, n_ctx_train)
     arch, build = BUILDERS[kind]
     weights = Weights(seed, n_ctx_train)
     general: Meta = {"general.architecture": arch, "general.name": f"edgekv tiny {kind}"}
     meta = general | {f"{arch}.context_length": n_ctx_train} | tokenizer() | build(weights)
-    return files.replace(Path(path), encode(meta, weights.tensors))
+    return meta, weights.tensors
 
 
 def _check(kind: str, seed: int, n_ctx_train: int) -> None:

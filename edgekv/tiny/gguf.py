@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Tensor = npt.NDArray[np.float32]
-Value = bool | int | float | str | list[str] | list[int]
+Value = bool | int | float | str | list[str] | list[int] | np.uint16 | np.int32
 Meta = dict[str, Value]
 
 ALIGNMENT = 32  # GGUF's default, so the file need not name it
@@ -19,7 +19,7 @@ F32 = 0  # ggml's number for the tensor type
 
 
 def encode(meta: Meta, tensors: dict[str, Tensor]) -> bytes:
-    """The whole file. Integers become u32, floats f32, lists of integers i32."""
+    """The whole file. Integers become u32 (those of numpy u16 or i32), floats f32, lists of integers i32."""
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(meta))
     head += b"".join(_key_value(key, value) for key, value in meta.items())
     data = bytearray()
@@ -39,6 +39,10 @@ def _typed(value: Value) -> tuple[int, bytes]:
     """A value as (gguf type, its bytes); bool stands before int because it is one."""
     if isinstance(value, bool):
         return 7, struct.pack("<?", value)
+    if isinstance(value, np.uint16):
+        return 2, struct.pack("<H", value)
+    if isinstance(value, np.int32):
+        return 5, struct.pack("<i", value)
     if isinstance(value, int):
         return 4, struct.pack("<I", value)
     if isinstance(value, float):

@@ -48,7 +48,7 @@ def test_all_is_well_without_a_model(edgekv: Edgekv) -> None:
 
 def test_a_model_of_ones_own(edgekv: Edgekv, tiny_path: TinyPath) -> None:
     done = edgekv("doctor", tiny_path("llama"), "--json")
-    told = {check["name"].removesuffix("-0"): check for check in json.loads(done.out)["checks"]}
+    told = {check["name"].replace("edgekv tiny ", ""): check for check in json.loads(done.out)["checks"]}
     assert done.code == 0
     assert told["exact undo, llama"]["status"] == "ok"
     assert told["speed, llama"]["figures"]["prefill_tokens_per_s"] > 0
@@ -83,7 +83,7 @@ def test_it_fits_a_narrow_terminal(edgekv: Edgekv, monkeypatch: pytest.MonkeyPat
     assert max(len(line) for line in done.out.splitlines() if "/" not in line) <= 60
     assert "\x1b" not in done.out + done.err
     assert "llama-cpp-python" in done.out
-    assert done.out.splitlines()[-1] == "12 checks, all is well"
+    assert done.out.splitlines()[-1] == "13 checks, all is well"
 
 
 # --- it would notice
@@ -195,7 +195,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_self_tests_are_the_same_for_every_kind(tmp_path: Path) -> None:
     names = [check.name for check in selftest.checks(tmp_path)]
-    assert len(names) == len(set(names)) == 9
+    assert len(names) == len(set(names)) == 10
     assert list(tmp_path.iterdir()) == []  # written when they run
 
 

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from edgekv import Engine, Model, Session, Settings, budget, errors, memory
-from helpers import ROOT
+from helpers import ROOT, python
 
 TinyPath = Callable[..., Path]
 CGROUPS = Path("/sys/fs/cgroup/memory")
+CPU = Path("/sys/fs/cgroup/cpu")
 
 FILL = """
 import json, sys
@@ -91,6 +92,24 @@ def cgroup() -> Iterator[Callable[[int], Callable[[], None]]]:
 
     yield limited
     folder.rmdir()
+
+
+def test_threads_below_a_quota() -> None:
+    """In a real cgroup with half a CPU."""
+    folder = CPU / f"edgekv-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "cpu.cfs_quota_us").write_text("50000")
+    except OSError as err:
+        pytest.skip(f"no cgroup with a quota can be made here: {err}")
+    try:
+        code = (
+            f"import os; open({str(folder / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+            "from edgekv.settings import Settings, cpu_quota; print(cpu_quota(), Settings().threads)"
+        )
+        assert python(code).stdout.split() == ["0.5", "1"]
+    finally:
+        folder.rmdir()
 
 
 # ---- what is chosen -------------------------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgekv import errors, memory
+from edgekv import errors, memory, settings
 from edgekv.budget import parse_size
 
 LLAMA = {
@@ -149,3 +150,69 @@ def test_no_limit_is_no_limit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max"):
         memory._room_in(tmp_path)
     assert memory._cgroup_room() > 0
+
+
+def system(folder: Path, groups: str, files: dict[str, str]) -> Path:
+    """A /proc and a /sys of one's own."""
+    for name, text in {"proc/self/cgroup": groups, **files}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return folder
+
+
+CPU, V1_GROUPS = "sys/fs/cgroup/cpu", "4:memory:/box\n3:cpu,cpuacct:/box/inner\n1:name=systemd:/\n0::/"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/", {"sys/fs/cgroup/cpu.max": "50000 100000"}, 0.5),
+        ("0::/", {"sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ("0::/box/inner", {"sys/fs/cgroup/box/cpu.max": "150000 100000"}, 1.5),  # of the group above
+        (
+            "0::/box/inner",
+            {"sys/fs/cgroup/box/inner/cpu.max": "max 100000", "sys/fs/cgroup/box/cpu.max": "200000 50000"},
+            4.0,
+        ),
+        ("0::/a/b", {"sys/fs/cgroup/a/cpu.max": "90000 100000", "sys/fs/cgroup/a/b/cpu.max": "80000 100000"}, 0.8),
+        ("0::/of/the/host", {"sys/fs/cgroup/cpu.max": "25000 100000"}, 0.25),  # in a container
+        (
+            V1_GROUPS,
+            {f"{CPU}/box/inner/cpu.cfs_quota_us": "50000", f"{CPU}/box/inner/cpu.cfs_period_us": "100000"},
+            0.5,
+        ),
+        (V1_GROUPS, {f"{CPU}/box/inner/cpu.cfs_quota_us": "-1", f"{CPU}/box/inner/cpu.cfs_period_us": "100000"}, None),
+        (V1_GROUPS, {f"{CPU}/cpu.cfs_quota_us": "300000", f"{CPU}/cpu.cfs_period_us": "100000"}, 3.0),
+        ("0::/", {"sys/fs/cgroup/cpu.max": "100000 0"}, None),
+        ("0::/", {"sys/fs/cgroup/cpu.max": "nonsense"}, None),
+        ("0::/", {}, None),
+        ("not as the kernel writes it", {}, None),
+    ],
+)
+def test_the_quota_of_a_container(tmp_path: Path, groups: str, files: dict[str, str], quota: float | None) -> None:
+    assert settings.cpu_quota(system(tmp_path, groups, files)) == quota
+    assert settings.cpu_quota(tmp_path / "no such system") is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "cpus", "quota", "threads"),
+    [
+        (4, {0, 1, 2, 3, 4, 5, 6, 7}, None, 4),
+        (4, {0, 1}, None, 2),
+        (None, {0, 1, 2}, None, 3),
+        (4, {0, 1, 2, 3}, 0.5, 1),
+        (4, {0, 1, 2, 3}, 1.9, 1),
+        (4, {0, 1, 2, 3}, 3.0, 3),
+        (4, {0, 1}, 3.5, 2),
+        (2, {0, 1, 2, 3}, 64.0, 2),
+    ],
+)
+def test_threads_are_as_many_as_can_run(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, cpus: set[int], quota: float | None, threads: int
+) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else cores)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: cpus, raising=False)
+    monkeypatch.setattr(settings, "cpu_quota", lambda: quota)
+    assert settings.Settings().threads == threads
+    assert settings.Settings(n_threads=7).threads == 7  # what is asked for stays

@@ -194,6 +194,6 @@ def _greet(state: Any, given: Given) -> None:
     session, saved = state.chat.session, f" · autosave {state.autosave}" if state.autosave else ""
     facts = f"{session.engine.num_cells:,} cells · policy {state.chat.options.policy or 'none'}{saved}"
     state.screen.note(f"{session.model.description} · {facts} · /help lists the commands")
-    for note in state.chat.notes:
+    for note in (*session.engine.notes, *state.chat.notes):
         state.told.append(note)
         state.screen.note(f"note: {note}")

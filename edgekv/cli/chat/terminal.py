@@ -6,11 +6,9 @@ import contextlib
 import sys
 import termios
 from collections.abc import Generator, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import platformdirs
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -22,6 +20,8 @@ from rich.text import Text
 from edgekv.cli.chat.screen import Plain
 from edgekv.cli.chat.wrapping import Wrap
 from edgekv.cli.output import console, talk
+from edgekv.errors import FileError
+from edgekv.folders import user_folder
 from edgekv.wording import harmless
 
 if TYPE_CHECKING:
@@ -145,10 +145,10 @@ def _keys() -> KeyBindings:
 
 def _history() -> History:
     """What was typed before, on this machine; only in memory where no file can be written."""
-    path = Path(platformdirs.user_state_path("edgekv")) / "chat-history"
     try:
+        path = user_folder("state", "the history is not kept") / "chat-history"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
-    except OSError:
+    except (OSError, FileError):
         return InMemoryHistory()
     return FileHistory(str(path))
