@@ -49,8 +49,7 @@ class Following(Naming):
         messages themselves have changed, which is no doing of the template's."""
         self._own = own
         before, length = self.script.text, len(self.script.text)
-        middle = [hunk for hunk in ahead.hunks if hunk.stop < length]
-        tail = next((hunk for hunk in ahead.hunks if hunk.stop == length), None)
+        middle, tail = self._apart(ahead.hunks)
         for hunk in reversed(middle):
             self._edit(hunk)
         if tail is not None:
@@ -64,6 +63,23 @@ class Following(Naming):
         self.opening = self.script.text[bounds[-1] :] if ahead.opening else ""
         self.said_from = len(self.script.text)
 
+    def _apart(self, hunks: tuple[Hunk, ...]) -> tuple[list[Hunk], Hunk | None]:
+        """The edits within the text, and the one that ends where it ends: what is new at the end is evaluated as one.
+        White space at the end of an answer stays as it was sampled, so its trimming is an edit within."""
+        middle, length = list(hunks), len(self.script.text)
+        tail = middle.pop() if middle and middle[-1].stop == length else None
+        while tail and middle and middle[-1].stop == tail.start and not self._is_own_white_space(middle[-1]):
+            hunk = middle.pop()
+            tail = Hunk(hunk.start, tail.stop, hunk.text + tail.text)
+        return middle, tail
+
+    def _is_own_white_space(self, hunk: Hunk) -> bool:
+        """Whether a hunk changes nothing but white space at something that the model said."""
+        hunk, (first, last) = self.script.widened(hunk)
+        gone = self.script.text[hunk.start : hunk.stop]
+        same = "".join(gone.split()) == "".join(hunk.text.split())
+        return same and bool(self.script.said[max(0, first - 1) : last + 1].any())
+
     def _if_there(self, turn: Turn) -> Turn:
         """A turn; one that has lost its first or last token to an edit is to be found anew."""
         ends = (turn.range[0], turn.range[1] - 1)
@@ -74,9 +90,8 @@ class Following(Naming):
     def _edit(self, hunk: Hunk) -> None:
         """Mask, put in, or both, in the middle; where that cannot be done the history stays as it was read."""
         hunk, (first, last) = self.script.widened(hunk)
-        gone = self.script.text[hunk.start : hunk.stop]
         lexed = self.markup.lex(hunk.text)
-        if "".join(gone.split()) == "".join(hunk.text.split()) and self.script.said[max(0, first - 1) : last + 1].any():
+        if self._is_own_white_space(hunk):
             self.script = self.script.reworded(hunk)  # the model's own white space stays as it said it
             return
         try:

@@ -87,7 +87,7 @@ class Rendering:
             if turn.message.role == "system" or turn.name not in new or self._end_of(turn) <= same:
                 continue
             here, there = self._place_of(self.turns, k, old), self._place_of(turns, new[turn.name], text)
-            if here > alike and k + 1 == len(self.turns) and self.script.said[-1:].any():
+            if here and k + 1 == len(self.turns) and self.script.said[-1:].any():
                 here = alike = len(ours)  # an answer that was just said: nothing of its end is written yet
             if found[-1][0] < here <= alike and there > found[-1][1]:
                 found.append((here, there))
