@@ -6,23 +6,24 @@ What the template adds is read; what it writes otherwise than before is masked, 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from .columns import State
-from .errors import MaskUnsupported
+from .errors import ChatBroken, MaskUnsupported
 from .generation import Generation
-from .markup import Lexed
+from .markup import Lexed, plain
 from .naming import PREAMBLE, Naming
 from .receipts import Receipt
 from .rendering import Ahead
-from .script import Hunk, num_same
+from .script import Hunk, Script, num_same
 from .session import Session
 from .turns import TURN, Turn
 
 _MOST_BACK: Final = 8  # tokens at the end that may be dropped to be tokenized together with what follows
+_QUOTED: Final = 60  # characters of a text in a message
 
 
 class Following(Naming):
@@ -47,8 +48,10 @@ class Following(Naming):
     def go_to(self, ahead: Ahead, *, own: bool = False) -> None:
         """Carry it out. Raises ContextFull, TemplateError; what was carried out by then is accounted for. ``own``: the
         messages themselves have changed, which is no doing of the template's."""
-        self._own = own
-        before, length = self.script.text, len(self.script.text)
+        self._own, self._put_hidden = own, np.empty(0, np.int64)
+        self._check_tokens()
+        old, num_before, unread = self.script, len(self.session.tokens), {t.name for t in ahead.turns if not t.read}
+        before, length = old.text, len(old.text)
         middle, tail = self._apart(ahead.hunks)
         for hunk in reversed(middle):
             self._edit(hunk)
@@ -62,6 +65,57 @@ class Following(Naming):
         self._opening_at = bounds[-1]
         self.opening = self.script.text[bounds[-1] :] if ahead.opening else ""
         self.said_from = len(self.script.text)
+        self._check_step(ahead, old, num_before, unread)
+
+    # -- what must hold -----------------------------------------------------------------------------------------
+
+    def refuse_broken(self) -> None:
+        """Raise ChatBroken where a check has failed before."""
+        if self.broken:
+            raise ChatBroken(self.broken)
+
+    def _break(self, what: str) -> NoReturn:
+        self.broken = (
+            f"the session no longer holds what the chat template wrote: {what}; open a new session and give its chat "
+            "the messages of this one (chat.messages)"
+        )
+        raise ChatBroken(self.broken)
+
+    def _check_tokens(self) -> None:
+        """Raise ChatBroken unless the session holds the script's tokens, in its order."""
+        script, session = self.script, self.session
+        tokens, n = session.tokens, len(session.tokens)
+        if len(script) and (script.index.max() >= n or (tokens[script.index] != script.ids).any()):
+            self._break("tokens of the conversation are not there")
+        if np.isin(script.index, session.indexes(State.DROPPED)).any():
+            self._break("tokens of the conversation were dropped")
+        order = session.indexes_of([(0, n)]) if len(script) else script.index
+        place = np.empty(n, np.int64)
+        place[order] = np.arange(len(order))
+        if (np.diff(place[script.index]) <= 0).any():
+            self._break("tokens of the conversation are in another order")
+
+    def check(self) -> None:
+        """Raise ChatBroken unless the session holds the script's tokens, in its order, and they spell its text."""
+        self._check_tokens()
+        if part := self.script.misspelled(self.session.model.detokenize):
+            self._break(f"it has other tokens for {_shortened(plain(part))!r}")
+
+    def _check_step(self, ahead: Ahead, old: Script, num_before: int, unread: set[str]) -> None:
+        """Raise ChatBroken unless what the template writes is what was evaluated, and is visible: all that is new,
+        but for edits within something hidden; and nothing of what it writes no longer."""
+        if self.script.text != ahead.text:
+            self._break("another text was evaluated")
+        self.check()
+        visible, index = self.session.indexes(), self.script.index
+        if np.isin(np.setdiff1d(old.index, index), visible).any():
+            self._break("a text that the template writes no longer is visible")
+        hidden = np.setdiff1d(index[index >= num_before], visible)
+        new = [turn.range for turn in self.turns if turn.name in unread]
+        if len(np.setdiff1d(hidden, self._put_hidden)) or any(((a <= hidden) & (hidden < b)).any() for a, b in new):
+            self._break("a new text is not visible")
+
+    # -- edits --------------------------------------------------------------------------------------------------
 
     def _apart(self, hunks: tuple[Hunk, ...]) -> tuple[list[Hunk], Hunk | None]:
         """The edits within the text, and the one that ends where it ends: what is new at the end is evaluated as one.
@@ -97,31 +151,46 @@ class Following(Naming):
         try:
             start = self._carry_out(first, last, lexed)
         except MaskUnsupported as err:
-            self.note(f"the template writes history otherwise than it was read, and it stays as it was read: {err}")
-            start = None
-        if start is None:
+            self._stays(err)
             self.script = self.script.reworded(hunk)
         else:
             self.script = self.script.with_tokens(hunk.start, hunk.stop, lexed, start, first, last)
 
-    def _carry_out(self, first: int, last: int, lexed: Lexed) -> int | None:
-        """The edit of tokens [first, last); the index of the new ones, None where they are not to be read."""
-        session, visible = self.session, self.session.indexes()
-        ranges = session.ranges(np.intersect1d(self.script.index[first:last], visible))
+    def _stays(self, err: MaskUnsupported) -> None:
+        """History that cannot be edited stays as it is where it is the template that writes it otherwise."""
+        if self._own:
+            raise err
+        self.note(f"the template writes history otherwise than it was read, and it stays as it was read: {err}")
+
+    def _carry_out(self, first: int, last: int, lexed: Lexed) -> int:
+        """The edit of tokens [first, last); the index of the new ones. Within a part that is hidden they are, too."""
+        session, index = self.session, self.script.index
+        ranges = session.ranges(np.intersect1d(index[first:last], session.indexes()))
         if not len(lexed.ids):
             if ranges:
                 self._did(session.mask(ranges, force=True))
             return len(session.tokens)
         if ranges:
             receipt = session.replace(ranges, lexed.ids)
-        elif last > first or last >= len(self.script) or self.script.index[last] not in visible:
-            return None  # it stands in a part that is hidden: new text there would not be
         else:
-            receipt = session.insert(int(self.script.index[last]), lexed.ids)
+            receipt = session.insert(int(index[min(first, len(index) - 1)]), lexed.ids)
         assert receipt.span is not None
-        session.unmark(receipt.span.name)
-        self._did(receipt)
-        return receipt.span.start
+        new = session.unmark(receipt.span.name).range
+        if not ranges and self._in_hidden(first, last):
+            self._put_hidden = np.union1d(self._put_hidden, np.arange(*new))
+            session.mask([new], force=True)
+        else:
+            self._did(receipt)
+        return new[0]
+
+    def _in_hidden(self, first: int, last: int) -> bool:
+        """Whether tokens that are all hidden, or a place between two tokens, lie within a turn of which both sides are
+        hidden, or replace something hidden."""
+        sides = self.script.index[[max(0, first - 1), min(last, len(self.script) - 1)]]
+        if last > first:
+            return True
+        inside = any(t.range[0] <= sides[0] and sides[1] < t.range[1] for t in self.turns)
+        return inside and not np.isin(sides, self.session.indexes()).any()
 
     def _did(self, receipt: Receipt) -> None:
         self.receipts.append(receipt)
@@ -167,12 +236,14 @@ class Following(Naming):
         could be done."""
         script = self.script
         try:
-            if self._is_last:
+            if number >= len(script):
+                pass  # the end of the text that has no tokens: white space that belongs to a control token
+            elif self._is_last:
                 self.session.rewind(int(script.index[number]))
             elif len(here := np.intersect1d(script.index[number:], self.session.indexes())):
                 self.receipts.append(self.session.mask(self.session.ranges(here), force=True))
         except MaskUnsupported as err:
-            self.note(f"the template writes history otherwise than it was read, and it stays as it was read: {err}")
+            self._stays(err)
             return False
         self.script = script.shortened(number)
         return True
@@ -201,17 +272,14 @@ class Following(Naming):
         back = len(have) - same
         if back and (back > _MOST_BACK or script.said[first + same :].any() or not self._is_last):
             return 0, self._cut_off(joint, len(own), text[len(front) :]) or self.markup.lex(text)
-        kept = int(joint.ends[same - 1]) if same else 0
-        rest = Lexed((own + front)[kept:], joint.ids[same:], joint.ends[same:] - kept)
-        return back, Lexed.joined([rest, self.markup.lex(text[len(front) :])])
+        return back, Lexed.joined([joint.after(same), self.markup.lex(text[len(front) :])])
 
     def _cut_off(self, joint: Lexed, at: int, rest: str) -> Lexed | None:
         """The part of a text's tokens behind a character, if a token ends there."""
         number = int(np.searchsorted(joint.ends, at, side="right"))
         if not number or joint.ends[number - 1] != at:
             return None
-        part = Lexed(joint.text[at:], joint.ids[number:], joint.ends[number:] - at)
-        return Lexed.joined([part, self.markup.lex(rest)])
+        return Lexed.joined([joint.after(number), self.markup.lex(rest)])
 
     def take(self, generation: Generation) -> None:
         """What a generation that has ended said is part of the text."""
@@ -220,6 +288,7 @@ class Following(Naming):
         script = self.script.appended(self.markup.said(ids), 0, said=True)
         index = np.concatenate([self.script.index, self.indexes_of(generation)])
         self.script = replace(script, index=index)
+        self.check()
 
     def indexes_of(self, generation: Generation) -> npt.NDArray[np.int64]:
         """The index of each token a generation has said."""
@@ -228,8 +297,13 @@ class Following(Naming):
 
     def back_to(self, count: int) -> None:
         """Drop all behind the first ``count`` turns."""
-        kept = self.turns[:count]
+        self._own, kept = False, self.turns[:count]
         start = next((turn.range[0] for turn in self.turns[count:] if turn.read), None)
         if start is not None:
             self._drop_from(int(np.flatnonzero(self.script.index == start)[0]))
         self.turns = tuple(map(self._if_there, kept))
+        self.check()
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."

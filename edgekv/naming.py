@@ -76,7 +76,7 @@ class Naming(Rendering):
 
     def _extended(self, turn: Turn, stop: int) -> Turn:
         """Up to a character, over tokens that follow one another."""
-        number = int(np.searchsorted(self.script.ends, stop, side="right"))
+        number = self.script.number_at(stop)
         first = np.flatnonzero(self.script.index == turn.range[0])
         if not len(first) or first[0] >= number:
             return turn
@@ -90,8 +90,8 @@ class Naming(Rendering):
         return found if found[0] < found[1] else None
 
     def outline(self, start: int, stop: int) -> Range:
-        """The index range of the tokens that end in characters (start, stop]; empty for none."""
-        return self._outline_of(*(int(np.searchsorted(self.script.ends, at, side="right")) for at in (start, stop)))
+        """The index range of the tokens of characters [start, stop); empty for none."""
+        return self._outline_of(self.script.number_at(start), self.script.number_at(stop))
 
     def _outline_of(self, first: int, last: int) -> Range:
         """The stretch of indexes that goes across most of these tokens. Left out is what belongs to the text no longer

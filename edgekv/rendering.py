@@ -51,6 +51,8 @@ class Rendering:
         self.receipts: list[Receipt] = []
         self.num_reread = 0
         self._own = False
+        self._put_hidden = np.empty(0, np.int64)
+        self.broken = ""
         self.said_from = self._opening_at = 0
         self.preamble: Final = self._find_preamble()
 
