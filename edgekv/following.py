@@ -15,7 +15,7 @@ from .columns import State
 from .errors import ChatBroken, MaskUnsupported
 from .generation import Generation
 from .markup import Lexed, plain
-from .naming import PREAMBLE, Naming
+from .naming import PREAMBLE, Naming, within
 from .receipts import Receipt
 from .rendering import Ahead
 from .script import Hunk, Script, num_same
@@ -39,7 +39,7 @@ class Following(Naming):
 
     def begin(self) -> None:
         """Read what every conversation without a system text begins with, if nothing is read yet."""
-        if not len(self.script) and (text := self.preamble or self.session.model.bos_text):
+        if not len(self.script) and (text := self.preamble or self._first):
             self._read_behind(text, 0)
             self.session.mark(self.outline(0, len(text)), PREAMBLE, role="system", tags=[TURN])
 
@@ -111,9 +111,11 @@ class Following(Naming):
         if np.isin(np.setdiff1d(old.index, index), visible).any():
             self._break("a text that the template writes no longer is visible")
         hidden = np.setdiff1d(index[index >= num_before], visible)
-        new = [turn.range for turn in self.turns if turn.name in unread]
-        if len(np.setdiff1d(hidden, self._put_hidden)) or any(((a <= hidden) & (hidden < b)).any() for a, b in new):
+        new = [t for t in self.turns if t.name in unread and within(hidden, t.range).any()]
+        if len(np.setdiff1d(hidden, self._put_hidden)) or any(turn.message.role != "system" for turn in new):
             self._break("a new text is not visible")
+        if new:
+            self.note("the template writes the system text within a turn that is hidden, so it is hidden as well")
 
     # -- edits --------------------------------------------------------------------------------------------------
 
@@ -202,10 +204,6 @@ class Following(Naming):
             f"{'hidden and ' if hidden and came else 'hidden' if hidden else ''}"
             f"{'put in' if came else ''} where it stands, and nothing behind it is read again"
         )
-
-    def note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
 
     # -- reading ------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class Naming(Rendering):
         """Where the system text stands now: some templates move it."""
         for k, turn in enumerate(self.turns):
             if turn.message.role == "system" and turn.read:
-                here = _within(self.script.index, turn.range)
+                here = within(self.script.index, turn.range)
                 place = self._place(turn)
                 if not here.any() or (place is not None and not _inside(place, turn.range)):
                     self.turns = (*self.turns[:k], replace(turn, range=place or turn.range), *self.turns[k + 1 :])
@@ -148,7 +148,7 @@ class Naming(Rendering):
         return turn
 
 
-def _within(indexes: npt.NDArray[np.int64], place: Range) -> npt.NDArray[np.bool_]:
+def within(indexes: npt.NDArray[np.int64], place: Range) -> npt.NDArray[np.bool_]:
     return np.asarray((indexes >= place[0]) & (indexes < place[1]))
 
 

@@ -10,7 +10,21 @@ from test_chat import FAMILIES, TinyPath, check, family, open_chat
 from edgekv import Sampling
 from edgekv.chat import Chat
 
-ANSWERS = ["hi", " hi", "hi ", " hi ", "\nhi\n", " hi\n", "\n\nhi", "hi\n\n", " a\nb\n", "a\n\nb \n", " ", "\n\n", " \n "]
+ANSWERS = [
+    "hi",
+    " hi",
+    "hi ",
+    " hi ",
+    "\nhi\n",
+    " hi\n",
+    "\n\nhi",
+    "hi\n\n",
+    " a\nb\n",
+    "a\n\nb \n",
+    " ",
+    "\n\n",
+    " \n ",
+]
 
 
 def say(text: str) -> Sampling:
