@@ -229,7 +229,8 @@ class Conversation:
         """Take the newest edit back, as Session.undo. Raises BadState for one that changed the conversation's text."""
         self._end_reply()
         edit = self.session.last_edit
-        if edit is not None and (edit.verb in ("insert", "replace", "rewind") or _touches(edit, self._dropped)):
+        fixed = np.union1d(self._dropped, self._following.put_hidden)
+        if edit is not None and (edit.verb in ("insert", "replace", "rewind") or _touches(edit, fixed)):
             raise BadState(
                 f"the newest edit ({edit.verb}) changed the text of the conversation, which follows its template: it "
                 "cannot be undone by itself"
@@ -240,6 +241,7 @@ class Conversation:
             )
         receipt = self.session.undo()
         self._room.shown()
+        self._following.check()
         return receipt
 
     @property

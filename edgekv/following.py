@@ -29,7 +29,8 @@ _QUOTED: Final = 60  # characters of a text in a message
 class Following(Naming):
     """``script`` is the text so far, ``turns`` its messages, ``opening`` how the model's own turn began that is being
     said from character ``said_from`` on; ``notes`` say what the template does to history. ``num_reread``: tokens at the
-    end that were read a second time."""
+    end that were read a second time. ``put_hidden``: indexes of new text in a hidden part, which is hidden as well.
+    ``broken``: why the session does not hold what the template wrote, "" while it does."""
 
     def fork(self, session: Session) -> Following:
         """The same for a fork of the session."""
@@ -48,7 +49,7 @@ class Following(Naming):
     def go_to(self, ahead: Ahead, *, own: bool = False) -> None:
         """Carry it out. Raises ContextFull, TemplateError; what was carried out by then is accounted for. ``own``: the
         messages themselves have changed, which is no doing of the template's."""
-        self._own, self._put_hidden = own, np.empty(0, np.int64)
+        self._own = own
         self._check_tokens()
         old, num_before, unread = self.script, len(self.session.tokens), {t.name for t in ahead.turns if not t.read}
         before, length = old.text, len(old.text)
@@ -112,7 +113,7 @@ class Following(Naming):
             self._break("a text that the template writes no longer is visible")
         hidden = np.setdiff1d(index[index >= num_before], visible)
         new = [t for t in self.turns if t.name in unread and within(hidden, t.range).any()]
-        if len(np.setdiff1d(hidden, self._put_hidden)) or any(turn.message.role != "system" for turn in new):
+        if len(np.setdiff1d(hidden, self.put_hidden)) or any(turn.message.role != "system" for turn in new):
             self._break("a new text is not visible")
         if new:
             self.note("the template writes the system text within a turn that is hidden, so it is hidden as well")
@@ -179,7 +180,7 @@ class Following(Naming):
         assert receipt.span is not None
         new = session.unmark(receipt.span.name).range
         if not ranges and self._in_hidden(first, last):
-            self._put_hidden = np.union1d(self._put_hidden, np.arange(*new))
+            self.put_hidden = np.union1d(self.put_hidden, np.arange(*new))
             session.mask([new], force=True)
         else:
             self._did(receipt)

@@ -51,7 +51,7 @@ class Rendering:
         self.receipts: list[Receipt] = []
         self.num_reread = 0
         self._own = False
-        self._put_hidden = np.empty(0, np.int64)
+        self.put_hidden = np.empty(0, np.int64)
         self.broken = ""
         self.said_from = self._opening_at = 0
         self.preamble: Final = self._find_preamble()
@@ -81,7 +81,10 @@ class Rendering:
         text = self.render([turn.message for turn in turns], opening=opening)
         self._find_left_out([turn.message for turn in turns], [t.read for t in turns], text, opening)
         hunks = tuple(self._changes(turns, text))
-        return Ahead(turns, text, hunks, opening, sum(len(self.markup.lex(hunk.text).ids) for hunk in hunks))
+        lexed = [self.markup.lex(hunk.text) for hunk in hunks]
+        if any(part.lossy.any() for part in lexed):
+            self.note("this vocabulary has no token for some letters of the text: the model sees it without them")
+        return Ahead(turns, text, hunks, opening, sum(len(part.ids) for part in lexed))
 
     def _find_left_out(self, messages: list[Message], read: list[bool], text: str, opening: bool) -> None:
         """Note what of these messages and tools the template does not write, if it would be for the model to see;

@@ -107,7 +107,7 @@ class Conversation(RuleBasedStateMachine):
 
     @rule()
     def undo(self) -> None:
-        with contextlib.suppress(BadState, ContextFull):
+        with contextlib.suppress(BadState, ContextFull, MaskUnsupported):
             self.chat.undo()
 
     @rule(text=TEXTS)
