@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .errors import WrongFile
+from .errors import ChatBroken, WrongFile
 from .following import Following
 from .script import Script
 from .session import Session
@@ -99,7 +99,7 @@ def _check(memo: Memo, session: Session) -> None:
 
 
 def fill(memo: Memo, following: Following) -> None:
-    """The chat of a memo that was read."""
+    """The chat of a memo that was read. Raises WrongFile where the session's tokens spell another text."""
     index = np.frombuffer(memo.index, "<i8").astype(np.int64)
     ends = np.frombuffer(memo.ends, "<i8").astype(np.int64)
     said = np.frombuffer(memo.said, np.bool_).copy()
@@ -107,3 +107,7 @@ def fill(memo: Memo, following: Following) -> None:
     following.script = Script(memo.text, following.session.tokens[index], index, ends, said, kept)
     following.turns, following.num_reread = memo.turns, memo.num_reread
     following.notes[:] = memo.notes
+    try:
+        following.check()
+    except ChatBroken as err:
+        raise WrongFile(f"the chat in this file contradicts its session: {err}") from err

@@ -267,16 +267,20 @@ class Model:
     def bos_text(self) -> str:
         """The vocabulary's BOS token as text, "" for none: a chat template's ``bos_token``. It is there also where
         texts are not to begin with it (:attr:`bos` is None then)."""
-        return self._spelled(int(lib.llama_vocab_bos(self.vocab)))
+        return self._named("bos", int(lib.llama_vocab_bos(self.vocab)))
 
     @cached_property
     def eos_text(self) -> str:
         """The vocabulary's EOS token as text, "" for none: a chat template's ``eos_token``. A turn may end with another
         of :attr:`end_tokens`."""
-        return self._spelled(int(lib.llama_vocab_eos(self.vocab)))
+        return self._named("eos", int(lib.llama_vocab_eos(self.vocab)))
 
-    def _spelled(self, token: int) -> str:
-        return self.detokenize([token]) if token >= 0 else ""
+    def _named(self, kind: str, token: int) -> str:
+        """A token as text; "" where there is none, or where llama.cpp only supposes it to be GPT-2's (token 11)."""
+        supposed = self.metadata.get("tokenizer.ggml.model") == "gpt2" and (
+            f"tokenizer.ggml.{kind}_token_id" not in self.metadata
+        )
+        return "" if token < 0 or supposed else self.detokenize([token])
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends a generation (end of sequence or of turn)."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_chat import CHATML, FAMILIES, TinyPath, check, family, open_chat
 
-from edgekv import Sampling, Session, State
+from edgekv import Sampling, Session, State, tiny
 from edgekv.chat import Chat
 from edgekv.errors import BadState, ChatBroken, MaskUnsupported, TemplateError, UsageError
 from edgekv.following import Following
@@ -359,6 +359,41 @@ def test_calls_that_are_none(tiny_path: TinyPath, calls: Any) -> None:
     with pytest.raises(UsageError):
         chat.add("assistant", "", tool_calls=calls)
     assert not chat.messages
+    chat.session.close()
+
+
+# -- BOS and EOS ----------------------------------------------------------------------------------------------------
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("begins", ["", "{{ bos_token }}", "\n{{ bos_token }}"])
+@pytest.mark.parametrize("kind", ["llama", "mrope"])  # mrope: add_bos_token is false
+def test_the_first_token_comes_once_and_as_the_template_or_the_model_wants(
+    tiny_path: TinyPath, kind: str, begins: str
+) -> None:
+    chat = open_chat(tiny_path(kind), begins + PLAIN, system="Be terse.")
+    chat.add("user", "Hello.")
+    chat.add("assistant", "<|startoftext|>Hi.")
+    model = chat.session.model
+    assert (model.bos_text, model.eos_text) == ("<|startoftext|>", "<|endoftext|>")
+    tokens = chat.session.visible_tokens.tolist()
+    assert tokens.count(tiny.BOS) == (kind == "llama" or bool(begins))
+    assert tokens.count(tiny.EOS) == 3 and "Hi.<|endoftext|>" in seen(chat)
+    check(chat)
+    chat.session.close()
+
+
+def test_a_vocabulary_without_bos_and_eos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file names none llama.cpp takes token 11, as GPT-2 has it, which is a letter here."""
+    meta = tiny.tokenizer(add_bos=False)
+    del meta["tokenizer.ggml.bos_token_id"], meta["tokenizer.ggml.eos_token_id"]
+    monkeypatch.setattr(tiny, "tokenizer", lambda: meta)
+    chat = open_chat(tiny.write(tmp_path / "tiny.gguf"), "{{ bos_token }}" + PLAIN)
+    chat.add("user", "Hello.")
+    assert seen(chat) == "[user]Hello."
+    assert chat.session.model.bos is None
+    check(chat)
     chat.session.close()
 
 
