@@ -99,7 +99,7 @@ class Following(Naming):
     def check(self) -> None:
         """Raise ChatBroken unless the session holds the script's tokens, in its order, and they spell its text."""
         self._check_tokens()
-        if part := self.script.misspelled(self.session.model.detokenize):
+        if part := self.script.misspelled(self.markup.spell):
             self._break(f"it has other tokens for {_shortened(plain(part))!r}")
 
     def _check_step(self, ahead: Ahead, old: Script, num_before: int, unread: set[str]) -> None:

@@ -170,6 +170,13 @@ class Markup:
         text += stream.finish()
         return text, np.asarray([*ends[:-1], len(text)] if ends else [], np.int64)
 
+    def spell(self, ids: TokenArray) -> str:
+        """The text of tokens, control tokens spelled out; nothing is marked in it."""
+        pieces = map(self._model.piece, ids.tolist())
+        spelled = {token: self._model.piece(token, special=True) for token in ids[self.acting(ids)].tolist()}
+        found = (spelled.get(token, piece) for token, piece in zip(ids.tolist(), pieces, strict=True))
+        return b"".join(found).decode("utf-8", "replace")
+
     def said(self, ids: TokenArray) -> Lexed:
         """What a model said, as a text that can be rendered: its control tokens act, what it only spelled does not."""
         return Lexed.joined([self._said(ids[a:b]) for a, b in _runs(self.acting(ids))])

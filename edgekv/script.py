@@ -182,7 +182,7 @@ class Script:
         kept = self.kept.copy()
         kept[first:last] = True
         if text:  # it has no tokens of its own: it is counted to those that end where it begins, or to the first
-            kept |= self.ends == stop
+            kept[: max(first, last)] |= self.ends[: max(first, last)] == stop
             kept[:1] |= not start
         return replace(self, text=self.text[:start] + text + self.text[stop:], ends=ends, kept=kept)
 

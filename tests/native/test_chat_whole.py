@@ -20,7 +20,7 @@ from edgekv.markup import Lexed
 from edgekv.script import Hunk
 from edgekv.turns import Message
 
-ANSWERS = ["hi", " hi", "hi ", " hi ", "\nhi\n", "hi\n\n", " a\n\nb\n", " ", "\n\n"]
+ANSWERS = ["hi", " hi", "hi ", " hi ", "\nhi\n", "hi\n\n", " a\n\nb\n", "안", " 😀é\n", "\n\n"]
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
 
 
