@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from edgekv.markup import Lexed
 from edgekv.script import Hunk
 from edgekv.turns import Message
 
-ANSWERS = ["hi", " hi", "hi ", " hi ", "\nhi\n", "hi\n\n", " a\n\nb\n", "안", " 😀é\n", "\n\n"]
+ANSWERS = [" hi", "hi ", " hi ", "\nhi\n", "hi\n\n", " a\n\nb\n", "안", " 😀é\n", "\n\n"]
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
 
 
@@ -84,17 +86,14 @@ def test_results_of_tools_are_seen(tiny_path: TinyPath, name: str) -> None:
 # -- edits of characters and hidden parts ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    ("안녕", "Hello"), ("Hello", "안녕"), ("안녕하세요", "안녁하세요"), ("a 😀 b", "a 😁 b"), ("é", "è"), ("", "안"),
-])  # fmt: skip
-def test_characters_of_several_tokens_go_as_one(tiny_path: TinyPath, old: str, new: str) -> None:
+def test_characters_of_several_tokens_go_as_one(tiny_path: TinyPath) -> None:
     """Also where two begin with the same bytes."""
-    chat = open_chat(tiny_path(), system=f"[{old}]")
+    chat = open_chat(tiny_path(), system="[]")
     chat.ask("Hello.").finish()
-    for text in (new, old, new):
+    for text in ("안녕", "Hello", "안녕하세요", "안녁하세요", "a 😀 b", "a 😁 b", "é", "è", "", "안"):
         chat.set_system(f"[{text}]")
         assert f"system\n[{text}]<|im_end|>" in seen(chat)
-        check(chat)
+    check(chat)
     chat.session.close()
 
 
@@ -266,19 +265,24 @@ def test_a_template_gets_content_as_it_takes_it(tiny_path: TinyPath, template: s
         each.session.close()
 
 
-@pytest.mark.parametrize("content", [
+NO_TEXT: list[Any] = [
     3, b"text", {"type": "text", "text": "a"}, [3], ["a"], [{"text": "a"}], [{"type": "text"}], [{"type": 3}],
     [{"type": "text", "text": None}], object(),
-])  # fmt: skip
-def test_content_that_is_no_text(tiny_path: TinyPath, content: Any) -> None:
+]  # fmt: skip
+
+
+def test_content_that_is_no_text(tiny_path: TinyPath) -> None:
     chat = open_chat(tiny_path())
     chat.add("user", "Hello.")
     before = chat.session.tokens.tolist()
-    for verb in (lambda: chat.add("user", content), lambda: chat.ask(content), lambda: chat.set_system(content)):
-        with pytest.raises(UsageError, match="text"):
-            verb()
+    for content in NO_TEXT:
+        for verb in (partial(chat.add, "user"), chat.ask, chat.set_system, partial(Message, "user")):
+            with pytest.raises(UsageError, match="text"):
+                verb(content)
     with pytest.raises(UsageError, match="'image_url'"):
         chat.ask([part("Look:"), {"type": "image_url", "image_url": {"url": "data:,"}}])
+    with pytest.raises(UsageError, match="role"):
+        chat.add(3, "text")  # type: ignore[arg-type]
     assert chat.session.tokens.tolist() == before and len(chat.messages) == 1
     chat.session.close()
 
@@ -301,31 +305,24 @@ NINE = """{%- for m in messages %}
 {%- endfor %}"""
 WRITTEN = {
     "as an object": "c.function.arguments|tojson",
-    "item by item": "c.function.arguments.items()|list|first|join(': ')|tojson|replace('\"a: ', '{\"a\": \"')",
+    "item by item": "c.function.arguments.items()|list|first|join(': ')|tojson|replace('\"a: ', '{\"a\": \"') + '}'",
     "as text": "c.function.arguments",
 }
 
 
 @pytest.mark.parametrize("how", WRITTEN)
-@pytest.mark.parametrize("arguments", [{"a": "é<|im_end|>"}, '{"a": "é<|im_end|>"}'])
-@pytest.mark.parametrize("call_id", [None, "call_abcdefghijk", "abcdef123"])
-def test_calls_are_written_as_a_template_takes_them(
-    tiny_path: TinyPath, how: str, arguments: Any, call_id: str | None
-) -> None:
+def test_calls_are_written_as_a_template_takes_them(tiny_path: TinyPath, how: str) -> None:
     chat = open_chat(tiny_path(), NINE.replace("WRITTEN", WRITTEN[how]))
-    ids = {} if call_id is None else {"id": call_id}
     chat.add("user", "Look!")
-    chat.add(
-        "assistant",
-        None,
-        tool_calls=[{**ids, "type": "function", "function": {"name": "look", "arguments": arguments}}],
-    )
-    chat.add("tool", "RESULT", **{"tool_call_id": call_id} if call_id else {})
-    text = seen(chat)
-    own = text.split("[CALL]")[1][:9]
-    assert own.isalnum() and (own == call_id or call_id != "abcdef123")
-    assert f"[RESULT]{own}lookRESULT" in text
-    assert 'look{"a": "é<|im_end|>' in text and "\\" not in text
+    given: list[Any] = [{"a": "é<|im_end|>"}, '{"a": "é<|im_end|>"}']
+    for arguments, call_id in product(given, ["", "call_abcdefghijk", "abcdef123"]):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        chat.add("assistant", None, tool_calls=[{**call, "id": call_id} if call_id else call])
+        chat.add("tool", "RESULT", tool_call_id=call_id)
+        text = seen(chat).rpartition("[CALL]")[2]
+        own = text[:9]
+        assert own.isalnum() and (own == call_id or call_id != "abcdef123")
+        assert text == f'{own}look{{"a": "é<|im_end|>"}}[RESULT]{own}lookRESULT'
     assert not chat.notes
     check(chat)
     chat.session.close()
@@ -349,16 +346,19 @@ def test_results_belong_to_their_calls(tiny_path: TinyPath) -> None:
     chat.session.close()
 
 
-@pytest.mark.parametrize("calls", [
-    "call", {"name": "f"}, [3], [{}], [{"function": "f"}], [{"function": {"name": 3}}], [{"name": "f", "id": 3}],
+NO_CALLS: list[Any] = [
+    "call", {"name": "f"}, 3, [3], [{}], [{"function": "f"}], [{"function": {"name": 3}}], [{"name": "f", "id": 3}],
     [{"name": "f", "arguments": "{a"}], [{"name": "f", "arguments": "[]"}], [{"name": "f", "arguments": 3}],
     [{"name": "f", "arguments": "[" * 100_000}],
-])  # fmt: skip
-def test_calls_that_are_none(tiny_path: TinyPath, calls: Any) -> None:
+]  # fmt: skip
+
+
+def test_calls_that_are_none(tiny_path: TinyPath) -> None:
     chat = open_chat(tiny_path())
-    with pytest.raises(UsageError):
-        chat.add("assistant", "", tool_calls=calls)
-    assert not chat.messages
+    for calls in NO_CALLS:
+        with pytest.raises(UsageError):
+            chat.add("assistant", "", tool_calls=calls)
+    assert not chat.messages and not len(chat.session.tokens)
     chat.session.close()
 
 
