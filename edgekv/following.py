@@ -5,6 +5,7 @@ What the template adds is read; what it writes otherwise than before is masked, 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Final, NoReturn
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .columns import State
-from .errors import ChatBroken, MaskUnsupported
+from .errors import ChatBroken, ContextFull, MaskUnsupported
 from .generation import Generation
 from .markup import Lexed, plain
 from .naming import PREAMBLE, Naming, within
@@ -181,7 +182,10 @@ class Following(Naming):
         new = session.unmark(receipt.span.name).range
         if not ranges and self._in_hidden(first, last):
             self.put_hidden = np.union1d(self.put_hidden, np.arange(*new))
-            session.mask([new], force=True)
+            with contextlib.suppress(
+                ContextFull
+            ):  # it is masked, and there is no room to evaluate the last token again
+                session.mask([new], force=True)
         else:
             self._did(receipt)
         return new[0]

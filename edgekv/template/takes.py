@@ -8,7 +8,6 @@ as JSON text, or only ids of nine characters. A message is given to each as it t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
     from edgekv.template import Template
 
 _WORDS: Final = "edgekvprobe"
-_ID: Final = "callabcde"
 _KEY: Final = "edgekvkey"
-_OTHERS: Final = {"system": ("system", "user"), "assistant": ("user", "assistant"), "tool": ("user", "tool")}
+_ID: Final = "callabcde"
 
 
 class Takes:
@@ -35,19 +33,25 @@ class Takes:
         refused."""
         known = self._parts.get(role)
         if known is None:
-            roles = _OTHERS.get(role, (role,))
-            as_text, as_parts = (self._writes(roles, role, parts=parts) for parts in (False, True))
+            as_text, as_parts = (
+                self._writes({"role": role, "content": content(_WORDS, parts=p)}) for p in (False, True)
+            )
             known = self._parts[role] = as_parts and not as_text
         return known
 
-    def _writes(self, roles: Sequence[str], role: str, *, parts: bool) -> bool:
-        messages = [
-            {"role": r, "content": content(_WORDS, parts=parts)}
-            if r == role
-            else {"role": r, "content": content("another", parts=self.parts(r))}
-            for r in roles
-        ]
-        return _WORDS in self._rendered(messages)
+    def _writes(self, message: dict[str, Any]) -> bool:
+        """Whether it writes what a message says, at the place of its role in a conversation."""
+        if message["role"] == "user":
+            return _WORDS in self._rendered([message])
+        asked = {"role": "user", "content": content("another", parts=self.parts("user"))}
+        if message["role"] == "system":
+            return _WORDS in self._rendered([message, asked])
+        if message["role"] == "tool":
+            message = {**message, "name": "look", "tool_call_id": _ID}
+            calls = [_calls(arguments, _ID) for arguments in ({_KEY: "a"}, json.dumps({_KEY: "a"}))]
+            if any(_WORDS in self._rendered([asked, call, message]) for call in calls):
+                return True
+        return _WORDS in self._rendered([asked, message])
 
     @cached_property
     def objects(self) -> bool | None:
@@ -68,12 +72,11 @@ class Takes:
         return self._with_call({_KEY: _WORDS}, call_id) or self._with_call(json.dumps({_KEY: _WORDS}), call_id)
 
     def _with_call(self, arguments: Any, call_id: str) -> str:
-        call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
         asked = {"role": "user", "content": content("another", parts=self.parts("user"))}
-        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "content": content("another", parts=self.parts("tool"))}
         result |= {"name": "look", "tool_call_id": call_id}
-        return self._rendered([asked, calls, result]) or self._rendered([asked, calls])
+        call = _calls(arguments, call_id)
+        return self._rendered([asked, call, result]) or self._rendered([asked, call])
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
         """A text, "" where the template refuses."""
@@ -81,6 +84,15 @@ class Takes:
             return self._template.render(messages)
         except TemplateError:
             return ""
+
+
+def _calls(arguments: Any, call_id: str) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
 
 
 def content(text: str, *, parts: bool) -> Any:

@@ -238,10 +238,28 @@ PARTS = (
 EITHER = PARTS.replace("{% for p", "{% if m.content is string %}{{ m.content }}{% else %}{% for p", 1).replace(
     "{% endfor %}<|im_end|>", "{% endfor %}{% endif %}<|im_end|>"
 )
+#: A result as parts, and refused without its call.
+RESULTS = (
+    "{% if messages[-1].role == 'tool' and not messages[-2].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    + (
+        PARTS.replace("{% for p", "{% if m.role != 'tool' %}{{ m.content }}{% else %}{% for p", 1).replace(
+            "{% endfor %}<|im_end|>", "{% endfor %}{% endif %}<|im_end|>"
+        )
+    )
+)
 #: The user's as parts, all others as text.
 MIXED = PARTS.replace("{% for p", "{% if m.role != 'user' %}{{ m.content }}{% else %}{% for p", 1).replace(
     "{% endfor %}<|im_end|>", "{% endfor %}{% endif %}<|im_end|>"
 )
+
+
+def test_a_result_as_parts_after_its_call(tiny_path: TinyPath) -> None:
+    chat = open_chat(tiny_path(), RESULTS)
+    chat.add("user", "Look!")
+    chat.add("assistant", "I look.", tool_calls=[{"name": "look"}])
+    chat.add("tool", [part("A result.")])
+    assert "tool\nA result.<|im_end|>" in seen(chat)
+    chat.session.close()
 
 
 def part(text: str) -> dict[str, str]:
