@@ -27,7 +27,7 @@ from .reply import Reply
 from .sampling import Sampling
 from .session import Session
 from .template import PLAIN, PLAIN_STOPS, Template
-from .turns import PINNED, SUMMARY, Message, Turn
+from .turns import PINNED, SUMMARY, Content, Message, Turn
 
 __all__ = ["ASK_SUMMARY", "Chat", "Options"]
 
@@ -44,6 +44,10 @@ class Chat(Conversation):
     where it stands, as ``notes`` say. The tokens are those of the rendered whole, but for answers, which stay as
     sampled.
 
+    After each step the session is checked to hold, visibly, what the template wrote, but for what somebody hid and what
+    ``notes`` name. ChatBroken says that it does not: every verb raises it from then on, and ``messages`` are there for
+    a new chat.
+
     template: Jinja; the model's own by default, or a plain one where it has none. system: the system text. now: the
     date a template may tell.
 
@@ -54,7 +58,7 @@ class Chat(Conversation):
         self,
         session: Session,
         *,
-        system: str | None = None,
+        system: Content = None,
         template: str | None = None,
         options: Options = Options(),
         now: datetime | None = None,
@@ -72,36 +76,46 @@ class Chat(Conversation):
             try:
                 self.add("system", system)
             except TemplateError:  # some want a user's message, too
-                self._waiting = (self._turn(Message("system", system)),)
+                self._waiting = (self._turn(Message.of("system", system)),)
 
     # -- talking ------------------------------------------------------------------------------------------------
 
     def add(
         self,
         role: str,
-        content: str,
+        content: Content,
         *,
         name: str = "",
         tool_calls: Iterable[dict[str, Any]] = (),
+        tool_call_id: str = "",
         tags: Iterable[str] = (),
     ) -> Turn:
-        """Read a message of anybody's; returns its turn. ``name``: of the tool, for a tool's result.
+        """Evaluate a message of anybody's; returns its turn.
 
-        Raises ContextFull (the policy cannot make room), TemplateError (the template refuses it), UsageError (no role
-        can be called that); then it is no part of the conversation. What the template writes otherwise from now on
-        may be hidden already.
+        content: text, None for none, or a list of {"type": "text", "text": ...}. name: of the tool, for a tool's
+        result. tool_calls: as in OpenAI's chat API, arguments as JSON text or as an object. tool_call_id: of the call
+        that a result belongs to; without one, it belongs to the oldest call that has none yet.
+
+        Raises ContextFull (the policy cannot make room), TemplateError (the template refuses it, or leaves it out),
+        UsageError (no role can be called that; no such content or call); then it is no part of the conversation. What
+        the template writes otherwise from now on may be hidden already. ChatBroken: see :class:`Chat`.
         """
         self._end_reply()
-        message = Message(role, content, "", tuple(tool_calls), name, tuple(tags))
+        message = Message.of(role, content, tool_calls=tool_calls, name=name, tags=tags, tool_call_id=tool_call_id)
         self._go_to((*self.turns, self._turn(message)), opening=False)
         return self.turns[-1]
 
     def ask(
-        self, content: str, *, max_tokens: int | None = None, sampling: Sampling | None = None, tags: Iterable[str] = ()
+        self,
+        content: Content,
+        *,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        tags: Iterable[str] = (),
     ) -> Reply:
-        """Read a user's message and begin the answer. Raises as :meth:`add`."""
+        """Evaluate a user's message and begin the answer. Raises as :meth:`add`."""
         self._end_reply()
-        message = Message("user", content, tags=tuple(tags))
+        message = Message.of("user", content, tags=tags)
         return self._answer((*self.turns, self._turn(message)), max_tokens, sampling)
 
     def reply(self, *, max_tokens: int | None = None, sampling: Sampling | None = None) -> Reply:
@@ -238,16 +252,17 @@ class Chat(Conversation):
 
     # -- other texts --------------------------------------------------------------------------------------------
 
-    def set_system(self, content: str) -> None:
-        """Another system text, in the place of the old one; what stands behind it is not read again, and was computed
-        with the old one in view. Raises TemplateError, ContextFull."""
+    def set_system(self, content: Content) -> None:
+        """Another system text, in the place of the old one; what stands after it is not evaluated again, and was
+        computed with the old one in view. Hidden if the old one is. Raises as :meth:`add`, and MaskUnsupported where
+        this model's memory allows no edit; then the old one stands."""
         self._end_reply()
-        first, message = self.turns[:1], Message("system", content)
+        first, message = self.turns[:1], Message.of("system", content)
         if self._waiting and not first:
             self._waiting = (replace(self._waiting[0], message=message),)
             return
         if first and first[0].message.role == "system":
-            turns = (replace(first[0], message=replace(first[0].message, content=content)), *self.turns[1:])
+            turns = (replace(first[0], message=replace(first[0].message, content=message.content)), *self.turns[1:])
         else:
             turns = (self._turn(message), *self.turns)
         self._go_to(turns, opening=False, own=True)
@@ -289,4 +304,4 @@ class Chat(Conversation):
 
 
 def _template(session: Session, source: str, now: datetime | None) -> Template:
-    return Template(source, bos=session.model.bos_text, eos=session.model.end_text, now=now)
+    return Template(source, bos=session.model.bos_text, eos=session.model.eos_text, now=now)

@@ -14,6 +14,7 @@ from .columns import State
 from .errors import BadState, UsageError
 from .following import Following
 from .generation import Generation
+from .markup import plain
 from .policies import BlockMarkers, Cut, Policy, View
 from .receipts import Receipt
 from .reply import Reply
@@ -141,7 +142,8 @@ class Conversation:
         return Turn(f"{SUMMARY if SUMMARY in message.tags else message.role}-{self._count}", message)
 
     def _end_reply(self) -> None:
-        """An answer that is still open ends where it is."""
+        """An answer that is still open ends where it is. Every verb begins with this; raises ChatBroken."""
+        self._following.refuse_broken()
         if self._reply is not None:
             self._reply.close()
             self._reply = None
@@ -157,7 +159,6 @@ class Conversation:
         self._following.take(generation)
         start = self._following.said_from
         answer = answers.parse(self.script.text[start:], self.opening)
-        plain = self._following.markup.plain
         message = Message("assistant", plain(answer.text), plain(answer.reasoning), raw=answer.raw, said=answer.text)
         turn = self._turn(replace(message, tags=(SUMMARY,) if self._summing else ()))
         thinking = None if answer.thinking is None else (start + answer.thinking[0], start + answer.thinking[1])
@@ -228,7 +229,8 @@ class Conversation:
         """Take the newest edit back, as Session.undo. Raises BadState for one that changed the conversation's text."""
         self._end_reply()
         edit = self.session.last_edit
-        if edit is not None and (edit.verb in ("insert", "replace", "rewind") or _touches(edit, self._dropped)):
+        fixed = np.union1d(self._dropped, self._following.put_hidden)
+        if edit is not None and (edit.verb in ("insert", "replace", "rewind") or _touches(edit, fixed)):
             raise BadState(
                 f"the newest edit ({edit.verb}) changed the text of the conversation, which follows its template: it "
                 "cannot be undone by itself"
@@ -239,6 +241,7 @@ class Conversation:
             )
         receipt = self.session.undo()
         self._room.shown()
+        self._following.check()
         return receipt
 
     @property

@@ -25,6 +25,7 @@
     ├── GrammarStuck                no token continues the grammar; what was generated stays
     ├── DecodeFailed                llama.cpp failed inside a decode; the session was rolled back
     ├── SessionBroken               an edit failed half way; the message says how to go on
+    ├── ChatBroken                  the session does not hold what the chat template rendered
     └── AuditFailed                 llama.cpp does not hold what the ledger says
 
 ``UsageError`` is also a ``ValueError``, so callers who do not know edgekv catch it the usual way.
@@ -131,6 +132,10 @@ class DecodeFailed(EdgekvError):
 
 class SessionBroken(EdgekvError):
     """An edit failed half way through its native calls."""
+
+
+class ChatBroken(EdgekvError):
+    """A chat's session does not hold what its template rendered: some text would not reach the model, or twice."""
 
 
 class AuditFailed(EdgekvError):

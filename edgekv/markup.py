@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
+from .errors import UsageError
+
 if TYPE_CHECKING:
     from .model import Model, TokenArray
 
@@ -51,22 +53,48 @@ class _Finder:
 
 @dataclass(frozen=True)
 class Lexed:
-    """A text and its tokens: int32 (n,) ids, and int64 (n,) the characters complete after each."""
+    """A text and its tokens: int32 (n,) ids, int64 (n,) the characters complete after each, and bool (n,) whether it
+    belongs to a part that the vocabulary has no tokens for, so that letters are missing or are others."""
 
     text: str
     ids: TokenArray
     ends: npt.NDArray[np.int64]
+    lossy: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, text: str, ids: TokenArray, ends: npt.NDArray[np.int64], *, lossy: bool = False) -> Lexed:
+        return cls(text, ids, ends, np.full(len(ids), lossy))
 
     @classmethod
     def joined(cls, parts: list[Lexed]) -> Lexed:
         at = np.cumsum([0, *(len(part.text) for part in parts)])
         ids = [np.empty(0, np.int32), *(part.ids for part in parts)]
         ends = [np.empty(0, np.int64), *(part.ends + at[i] for i, part in enumerate(parts))]
-        return cls("".join(part.text for part in parts), np.concatenate(ids), np.concatenate(ends))
+        lossy = [np.empty(0, np.bool_), *(part.lossy for part in parts)]
+        return cls("".join(p.text for p in parts), np.concatenate(ids), np.concatenate(ends), np.concatenate(lossy))
+
+    def after(self, number: int) -> Lexed:
+        """Without the first ``number`` tokens and their characters."""
+        at = int(self.ends[number - 1]) if number else 0
+        return Lexed(self.text[at:], self.ids[number:], self.ends[number:] - at, self.lossy[number:])
+
+
+def plain(text: str) -> str:
+    """A text as it was before it was escaped."""
+    return text.replace(MARK, "").replace(CUT, "")
+
+
+def same_letters(one: str, other: str) -> bool:
+    """Whether two texts are equal but for white space and marks. SentencePiece has no other sign for a space than a
+    U+2581."""
+    first, second = ("".join(plain(text).replace("\u2581", " ").split()) for text in (one, other))
+    return first == second
 
 
 class Markup:
     """Texts of one model's vocabulary."""
+
+    plain = staticmethod(plain)
 
     def __init__(self, model: Model, template: str = "") -> None:
         self._model = model
@@ -83,11 +111,6 @@ class Markup:
         write the marks of reasoning and of tool calls."""
         text = _marked(_TAKEN.sub("\ufffd", text), self._acting, MARK)
         return text if own else _marked(text, self._marking, CUT)
-
-    @staticmethod
-    def plain(text: str) -> str:
-        """A text as it was before it was escaped."""
-        return text.replace(MARK, "").replace(CUT, "")
 
     def split(self, text: str) -> list[str]:
         """The text cut in front of and behind every control token that acts."""
@@ -115,25 +138,29 @@ class Markup:
 
     def _lex(self, part: str, before: list[str], after: list[str]) -> Lexed:
         if self.is_control(part):
-            return Lexed(part, np.asarray([self._control[part]], np.int32), np.asarray([len(part)]))
-        plain = part
+            return Lexed.of(part, np.asarray([self._control[part]], np.int32), np.asarray([len(part)]))
+        text = part
         if before and self._model.swallows(self._control[before[0]])[1]:
-            plain = plain.lstrip()
+            text = text.lstrip()
         if after and self._model.swallows(self._control[after[0]])[0]:
-            plain = plain.rstrip()
-        if CUT not in plain:
-            return self._placed(part, self._model.tokenize(plain.replace(MARK, "")))
+            text = text.rstrip()
+        if CUT not in text:
+            return self._placed(part, self._model.tokenize(plain(text)))
         pieces = [piece for piece in re.split(f"(?<={CUT})", part) if piece]
-        return Lexed.joined([self._placed(p, self._model.tokenize(self.plain(p))) for p in pieces])
+        return Lexed.joined([self._placed(p, self._model.tokenize(plain(p))) for p in pieces])
 
     def _placed(self, part: str, ids: TokenArray) -> Lexed:
-        """Tokens of a part without control tokens, and where in it they end."""
+        """Tokens of a part without control tokens, and where in it they end. Raises UsageError where the vocabulary has
+        no token for any of it."""
         said, ends = self._spelled(ids)
-        plain = np.flatnonzero(np.asarray([c not in (MARK, CUT) for c in part], np.bool_))
-        ends = ends - max(0, len(said) - len(plain))  # a space that some vocabularies put in front
-        places = np.concatenate([[0], plain + 1])[np.clip(ends, 0, len(plain))]
+        lossy = not same_letters(part, said)
+        if lossy and not len(ids):
+            raise UsageError(f"this model's vocabulary has no token for {plain(part)!r}; write it in other letters")
+        letters = np.flatnonzero(np.asarray([c not in (MARK, CUT) for c in part], np.bool_))
+        ends = ends - max(0, len(said) - len(letters))  # a space that some vocabularies put in front
+        places = np.concatenate([[0], letters + 1])[np.clip(ends, 0, len(letters))]
         places[-1:] = len(part)
-        return Lexed(part, ids, places.astype(np.int64))
+        return Lexed.of(part, ids, places.astype(np.int64), lossy=lossy)
 
     def _spelled(self, ids: TokenArray) -> tuple[str, npt.NDArray[np.int64]]:
         stream, text, ends = self._model.text_stream(), "", []
@@ -143,6 +170,13 @@ class Markup:
         text += stream.finish()
         return text, np.asarray([*ends[:-1], len(text)] if ends else [], np.int64)
 
+    def spell(self, ids: TokenArray) -> str:
+        """The text of tokens, control tokens spelled out; nothing is marked in it."""
+        pieces = map(self._model.piece, ids.tolist())
+        spelled = {token: self._model.piece(token, special=True) for token in ids[self.acting(ids)].tolist()}
+        found = (spelled.get(token, piece) for token, piece in zip(ids.tolist(), pieces, strict=True))
+        return b"".join(found).decode("utf-8", "replace")
+
     def said(self, ids: TokenArray) -> Lexed:
         """What a model said, as a text that can be rendered: its control tokens act, what it only spelled does not."""
         return Lexed.joined([self._said(ids[a:b]) for a, b in _runs(self.acting(ids))])
@@ -150,7 +184,7 @@ class Markup:
     def _said(self, run: TokenArray) -> Lexed:
         text = self._model.detokenize(run)
         if text in self._control and len(run) == 1:
-            return Lexed(text, run, np.asarray([len(text)]))
+            return Lexed.of(text, run, np.asarray([len(text)]))
         return self._placed(self.escape(self._spelled(run)[0]), run)
 
 

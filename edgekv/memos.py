@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .errors import WrongFile
+from .errors import ChatBroken, WrongFile
 from .following import Following
 from .script import Script
 from .session import Session
@@ -21,7 +21,8 @@ FORMAT = "edgekv.chat/1"
 
 @dataclass(frozen=True)
 class Memo:
-    """index, ends, said: as in a Script, little-endian int64 and bool. hidden: indexes a policy or the template hid."""
+    """index, ends, said, kept: as in a Script, little-endian int64 and bool; kept is None in older files, which do not
+    say it. hidden: indexes a policy or the template hid."""
 
     format: str
     template: str
@@ -36,6 +37,7 @@ class Memo:
     num_reread: int
     count: int
     num_tokens: int
+    kept: bytes | None = None
 
 
 def write(following: Following, hidden: npt.NDArray[np.int64], count: int) -> str:
@@ -55,6 +57,7 @@ def write(following: Following, hidden: npt.NDArray[np.int64], count: int) -> st
         following.num_reread,
         count,
         len(following.session.tokens),
+        script.kept.tobytes(),
     )
     return msgspec.json.encode(memo).decode()
 
@@ -78,13 +81,13 @@ def _check(memo: Memo, session: Session) -> None:
     n = len(session.tokens)
     if memo.num_tokens != n:
         raise ValueError("the session has gone on without it")
-    if not len(index) == len(ends) == len(memo.said):
+    if not len(index) == len(ends) == len(memo.said) == len(memo.said if memo.kept is None else memo.kept):
         raise ValueError("its lists differ in length")
     if len(index) and not (index.min() >= 0 and index.max() < n and len(np.unique(index)) == len(index)):
         raise ValueError("it speaks of tokens that are not there")
     if len(ends) and not (ends.min() >= 0 and (np.diff(ends) >= 0).all() and ends[-1] <= len(memo.text)):
         raise ValueError("its text does not fit its tokens")
-    if memo.text and (not len(ends) or ends[-1] != len(memo.text)):
+    if memo.text[int(ends[-1]) if len(ends) else 0 :].strip():
         raise ValueError("its text does not fit its tokens")
     if memo.count < 0 or any(not 0 <= i < n for i in memo.hidden):
         raise ValueError("it speaks of tokens that are not there")
@@ -96,10 +99,15 @@ def _check(memo: Memo, session: Session) -> None:
 
 
 def fill(memo: Memo, following: Following) -> None:
-    """The chat of a memo that was read."""
+    """The chat of a memo that was read. Raises WrongFile where the session's tokens spell another text."""
     index = np.frombuffer(memo.index, "<i8").astype(np.int64)
     ends = np.frombuffer(memo.ends, "<i8").astype(np.int64)
     said = np.frombuffer(memo.said, np.bool_).copy()
-    following.script = Script(memo.text, following.session.tokens[index], index, ends, said)
+    kept = np.ones(len(index), np.bool_) if memo.kept is None else np.frombuffer(memo.kept, np.bool_).copy()
+    following.script = Script(memo.text, following.session.tokens[index], index, ends, said, kept)
     following.turns, following.num_reread = memo.turns, memo.num_reread
     following.notes[:] = memo.notes
+    try:
+        following.check()
+    except ChatBroken as err:
+        raise WrongFile(f"the chat in this file contradicts its session: {err}") from err

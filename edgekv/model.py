@@ -20,7 +20,7 @@ from . import _llama, capabilities, catalog, gguf, memory
 from ._llama import lib
 from .capabilities import Capability
 from .errors import BadState, ClosedError, DamagedModel, ModelError, NotGenerative, TooLarge, UsageError
-from .wording import parameters, printable
+from .wording import parameters, printable, well_formed
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 
@@ -281,13 +281,22 @@ class Model:
 
     @cached_property
     def bos_text(self) -> str:
-        """:attr:`bos` as text, "" for none."""
-        return "" if self.bos is None else self.detokenize([self.bos])
+        """The vocabulary's BOS token as text, "" for none: a chat template's ``bos_token``. It is there also where
+        texts are not to begin with it (:attr:`bos` is None then)."""
+        return self._named("bos", int(lib.llama_vocab_bos(self.vocab)))
 
     @cached_property
-    def end_text(self) -> str:
-        """The first of :attr:`end_tokens` as text, "" for none; the others are not looked for."""
-        return next((self.detokenize([t]) for t in range(self.n_vocab) if self.is_end(t)), "")
+    def eos_text(self) -> str:
+        """The vocabulary's EOS token as text, "" for none: a chat template's ``eos_token``. A turn may end with another
+        of :attr:`end_tokens`."""
+        return self._named("eos", int(lib.llama_vocab_eos(self.vocab)))
+
+    def _named(self, kind: str, token: int) -> str:
+        """A token as text; "" where there is none, or where llama.cpp only supposes it to be GPT-2's (token 11)."""
+        supposed = self.metadata.get("tokenizer.ggml.model") == "gpt2" and (
+            f"tokenizer.ggml.{kind}_token_id" not in self.metadata
+        )
+        return "" if token < 0 or supposed else self.detokenize([token])
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends a generation (end of sequence or of turn)."""
@@ -361,9 +370,9 @@ class Model:
         """Text as int32 tokens (n,), BOS not added.
 
         ``special`` reads control tokens such as ``<|im_start|>`` as such; by default they are plain text, so that
-        nothing a user typed can act as one. Lone surrogates are replaced, as they have no UTF-8.
+        nothing a user typed can act as one. Lone surrogates become U+FFFD, as they have no UTF-8.
         """
-        data = text.encode("utf-8", "replace")
+        data = well_formed(text).encode()
         self._check_open()  # the vocabulary goes with the model
         buffer = np.empty(len(data) + 8, np.int32)
         count = self._tokenize_into(buffer, data, special)

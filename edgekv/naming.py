@@ -76,7 +76,7 @@ class Naming(Rendering):
 
     def _extended(self, turn: Turn, stop: int) -> Turn:
         """Up to a character, over tokens that follow one another."""
-        number = int(np.searchsorted(self.script.ends, stop, side="right"))
+        number = self.script.number_at(stop)
         first = np.flatnonzero(self.script.index == turn.range[0])
         if not len(first) or first[0] >= number:
             return turn
@@ -90,8 +90,8 @@ class Naming(Rendering):
         return found if found[0] < found[1] else None
 
     def outline(self, start: int, stop: int) -> Range:
-        """The index range of the tokens that end in characters (start, stop]; empty for none."""
-        return self._outline_of(*(int(np.searchsorted(self.script.ends, at, side="right")) for at in (start, stop)))
+        """The index range of the tokens of characters [start, stop); empty for none."""
+        return self._outline_of(self.script.number_at(start), self.script.number_at(stop))
 
     def _outline_of(self, first: int, last: int) -> Range:
         """The stretch of indexes that goes across most of these tokens. Left out is what belongs to the text no longer
@@ -116,7 +116,7 @@ class Naming(Rendering):
         """Where the system text stands now: some templates move it."""
         for k, turn in enumerate(self.turns):
             if turn.message.role == "system" and turn.read:
-                here = _within(self.script.index, turn.range)
+                here = within(self.script.index, turn.range)
                 place = self._place(turn)
                 if not here.any() or (place is not None and not _inside(place, turn.range)):
                     self.turns = (*self.turns[:k], replace(turn, range=place or turn.range), *self.turns[k + 1 :])
@@ -148,7 +148,7 @@ class Naming(Rendering):
         return turn
 
 
-def _within(indexes: npt.NDArray[np.int64], place: Range) -> npt.NDArray[np.bool_]:
+def within(indexes: npt.NDArray[np.int64], place: Range) -> npt.NDArray[np.bool_]:
     return np.asarray((indexes >= place[0]) & (indexes < place[1]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from .receipts import Receipt
 from .script import Hunk, Script, changes, common
 from .session import Session
 from .template import Template
-from .turns import Message, Turn, escaped
+from .turns import Message, Turn, escaped, with_ids
 
 _PROBE: Final = "\ufdd1"  # a code point nobody writes
 
@@ -51,27 +51,75 @@ class Rendering:
         self.receipts: list[Receipt] = []
         self.num_reread = 0
         self._own = False
+        self.put_hidden = np.empty(0, np.int64)
+        self.broken = ""
         self.said_from = self._opening_at = 0
         self.preamble: Final = self._find_preamble()
 
     # -- what the template writes -------------------------------------------------------------------------------
 
-    def render(self, messages: Sequence[Message], *, opening: bool) -> str:
-        """The conversation as text; raises TemplateError."""
+    def render(self, messages: Sequence[Message], *, opening: bool, tools: bool = True) -> str:
+        """The conversation as text; raises TemplateError. tools: whether the template gets them."""
         if not messages and not opening:
             return ""
+        wanted = self.template.mentions("tool_call_id") or self.template.mentions("id")
+        messages = with_ids(messages, wanted=wanted, short=wanted and self.template.takes.short_ids)
         written = [m.for_template(self.template, self.markup) for m in messages]
-        text = self.template.render(
-            written, add_generation_prompt=opening, tools=escaped(self.tools, self.markup) or None, **self.variables
-        )
-        bos = self.session.model.bos_text
-        return text if text.startswith(bos) else bos + text
+        given = escaped(self.tools, self.markup) if tools else ()
+        text = self.template.render(written, add_generation_prompt=opening, tools=given or None, **self.variables)
+        return text if not self._first or text.lstrip().startswith(self._first) else self._first + text
+
+    @property
+    def _first(self) -> str:
+        """The BOS where a text is to begin with it, "" elsewhere."""
+        model = self.session.model
+        return "" if model.bos is None else model.bos_text
 
     def ahead(self, turns: tuple[Turn, ...], *, opening: bool) -> Ahead:
-        """What it takes to get to those turns; nothing changes. Raises TemplateError."""
+        """What it takes to get to those turns; nothing changes. Raises TemplateError, also for a message that the
+        template leaves out."""
         text = self.render([turn.message for turn in turns], opening=opening)
+        self._find_left_out([turn.message for turn in turns], [t.read for t in turns], text, opening)
         hunks = tuple(self._changes(turns, text))
-        return Ahead(turns, text, hunks, opening, sum(len(self.markup.lex(hunk.text).ids) for hunk in hunks))
+        lexed = [self.markup.lex(hunk.text) for hunk in hunks]
+        if any(part.lossy.any() for part in lexed):
+            self.note("this vocabulary has no token for some letters of the text: the model sees it without them")
+        return Ahead(turns, text, hunks, opening, sum(len(part.ids) for part in lexed))
+
+    def _find_left_out(self, messages: list[Message], read: list[bool], text: str, opening: bool) -> None:
+        """Note what of these messages and tools the template does not write, if it would be for the model to see;
+        raise TemplateError for what a user or a tool says."""
+
+        def unwritten(k: int, other: Message) -> bool:
+            return self._same_text(text, [*messages[:k], other, *messages[k + 1 :]], opening)
+
+        asked = any(message.role == "user" for message in messages)
+        for k, message in enumerate(messages):
+            if read[k] or (message.role == "system" and not asked):
+                continue
+            if message.content.strip() and unwritten(k, message.probed(_PROBE, front=False)):
+                if message.role not in ("system", "assistant"):
+                    raise TemplateError(
+                        f"the chat template leaves out what a message of role {message.role!r} says; give it another "
+                        "role, or give another template"
+                    )
+                self.note(
+                    f"the template leaves out what a message of role {message.role!r} says: the model does not see it"
+                )
+            if message.tool_calls and unwritten(k, replace(message, tool_calls=())):
+                self.note("the template leaves out tool calls: the model does not see them")
+        if self.tools and asked and self._same_text(text, messages, opening, tools=False):
+            self.note("the template takes no tools: the model is not told of them")
+
+    def _same_text(self, text: str, messages: list[Message], opening: bool, *, tools: bool = True) -> bool:
+        try:
+            return self.render(messages, opening=opening, tools=tools) == text
+        except TemplateError:
+            return False
+
+    def note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _changes(self, turns: tuple[Turn, ...], text: str) -> list[Hunk]:
         if text.startswith(self.script.text):
@@ -87,7 +135,7 @@ class Rendering:
             if turn.message.role == "system" or turn.name not in new or self._end_of(turn) <= same:
                 continue
             here, there = self._place_of(self.turns, k, old), self._place_of(turns, new[turn.name], text)
-            if here > alike and k + 1 == len(self.turns) and self.script.said[-1:].any():
+            if here and k + 1 == len(self.turns) and self.script.said[-1:].any():
                 here = alike = len(ours)  # an answer that was just said: nothing of its end is written yet
             if found[-1][0] < here <= alike and there > found[-1][1]:
                 found.append((here, there))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .markup import Lexed
+from .markup import Lexed, plain, same_letters
 from .spans import Range
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def num_same(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
 @dataclass(frozen=True)
 class Script:
     """``text``, and for each of its tokens, in reading order: id, index in the session, the characters complete after
-    it, and whether the model said it (then it was sampled, and may not be how the text would be tokenized).
+    it, whether the model said it (then it was sampled, and may not be how the text would be tokenized), and whether it
+    was ``kept`` though the text is another there: white space of an answer, or what could not be edited.
     """
 
     text: str
@@ -143,11 +144,12 @@ class Script:
     index: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     said: npt.NDArray[np.bool_]
+    kept: npt.NDArray[np.bool_]
 
     @classmethod
     def empty(cls) -> Script:
-        none = np.empty(0, np.int64)
-        return cls("", np.empty(0, np.int32), none, none, np.empty(0, np.bool_))
+        none, flags = np.empty(0, np.int64), np.empty(0, np.bool_)
+        return cls("", np.empty(0, np.int32), none, none, flags, flags)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -168,19 +170,39 @@ class Script:
             _spliced(self.index, first, last, new),
             np.concatenate([np.minimum(self.ends[:first], start), lexed.ends + start, self.ends[last:] + shift]),
             _spliced(self.said, first, last, np.full(n, said)),
+            _spliced(self.kept, first, last, lexed.lossy),
         )
 
     def reworded(self, hunk: Hunk) -> Script:
-        """With other characters for the same tokens: what the template says and what was read differ there."""
+        """With other characters for the same tokens: what the template writes and what was evaluated differ there."""
         start, stop, text = hunk
         shift = len(text) - (stop - start)
         ends = np.where(self.ends >= stop, self.ends + shift, np.minimum(self.ends, start))
-        return replace(self, text=self.text[:start] + text + self.text[stop:], ends=ends)
+        first, last = self.tokens_in(start, stop)
+        kept = self.kept.copy()
+        kept[first:last] = True
+        if text:  # it has no tokens of its own: it is counted to those that end where it begins, or to the first
+            kept[: max(first, last)] |= self.ends[: max(first, last)] == stop
+            kept[:1] |= not start
+        return replace(self, text=self.text[:start] + text + self.text[stop:], ends=ends, kept=kept)
 
     def shortened(self, count: int) -> Script:
         """The first ``count`` tokens of it."""
         end = int(self.ends[count - 1]) if count else 0
-        return Script(self.text[:end], self.ids[:count], self.index[:count], self.ends[:count], self.said[:count])
+        parts = (part[:count] for part in (self.ids, self.index, self.ends, self.said, self.kept))
+        return Script(self.text[:end], *parts)  # type: ignore[arg-type]
+
+    def misspelled(self, spell: Callable[[TokenArray], str]) -> str:
+        """A part of the text that its tokens do not spell, white space aside; "" where they spell all of it. What was
+        ``kept`` is left out. spell: the text of tokens, marks of :mod:`edgekv.markup` not in it."""
+        if rest := "".join(plain(self.text[self.start_of(len(self)) :]).split()):
+            return rest
+        cuts = np.flatnonzero(np.diff(np.concatenate([[True], self.kept, [True]]))).tolist()
+        for first, last in zip(cuts[::2], cuts[1::2], strict=True):
+            part = self.text[self.start_of(first) : self.start_of(last)]
+            if not same_letters(part, spell(self.ids[first:last])):
+                return part
+        return ""
 
     # -- characters and tokens ----------------------------------------------------------------------------------
 
@@ -188,9 +210,17 @@ class Script:
         """The character a token begins at."""
         return int(self.ends[number - 1]) if number else 0
 
+    def number_at(self, at: int) -> int:
+        """The number of the first token of what begins at a character: tokens of a part of that character only, which
+        complete none, belong to it."""
+        number = int(np.searchsorted(self.ends, at, side="right"))
+        while number and not self.kept[number - 1] and self.start_of(number - 1) == self.ends[number - 1] == at:
+            number -= 1
+        return number
+
     def tokens_in(self, start: int, stop: int) -> Range:
         """The numbers of the tokens that characters [start, stop) touch; for an empty range where it lies."""
-        first = int(np.searchsorted(self.ends, start, side="right"))
+        first = self.number_at(start)
         if start == stop:
             return (first, first + (first < len(self) and self.start_of(first) < start))
         return (first, max(first, int(np.searchsorted(self.ends, stop, side="left")) + 1))

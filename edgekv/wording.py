@@ -61,6 +61,13 @@ def harmless(text: str) -> str:
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
+def well_formed(text: str) -> str:
+    """A text that has UTF-8: halves of surrogate pairs that belong together are joined, lone ones are U+FFFD."""
+    if not any("\ud800" <= c <= "\udfff" for c in text):
+        return str.__str__(text)  # an enumeration's member, say, is its text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def num_bytes(size: int | str) -> int:
     """Bytes: a whole number, or text such as "256MiB", "1.5 GB" or "300000 B" (kB is 1,000 bytes, KiB 1,024).
 

@@ -34,7 +34,7 @@ class Frame:
         self.model: Final = model
         self.stops: Final = () if model.chat_template else PLAIN_STOPS
         self.bos: Final = model.bos_text
-        self.eos: Final = model.end_text
+        self.eos: Final = model.eos_text
         self._template: Final = Template(model.chat_template or PLAIN, bos=self.bos, eos=self.eos)
         self.system: Final = _SYSTEM if self._takes_system() else None
         self.begin: Final[Messages] = [said("system", self.system)] if self.system else []
@@ -55,17 +55,20 @@ class Frame:
 
     @cached_property
     def source(self) -> str:
-        """The template, with the BOS in front of it where it writes none itself."""
-        writes_bos = self._render([said("user", "a")]).startswith(self.bos)
-        return self._template.source if writes_bos else "{{ bos_token }}" + self._template.source
+        """The template, with the BOS in front of it where the model wants one and it writes none itself."""
+        written = self._render([said("user", "a")])
+        return self._template.source if self._begun(written) == written else "{{ bos_token }}" + self._template.source
+
+    def _begun(self, text: str) -> str:
+        """A rendered text, with the BOS in front of it where the model wants one."""
+        return text if self.model.bos is None or text.startswith(self.bos) else self.bos + text
 
     def _render(self, messages: Messages) -> str:
         return self._template.render(messages, add_generation_prompt=True)
 
     def text(self, messages: Messages) -> str:
         """A prompt for the next answer."""
-        text = self._render(messages)
-        return text if text.startswith(self.bos) else self.bos + text
+        return self._begun(self._render(messages))
 
     def tokens(self, messages: Messages) -> TokenArray:
         """The same, as tokens."""

@@ -18,7 +18,8 @@ from edgekv.errors import TemplateError, UsageError
 from edgekv.template.budget import DEEPEST, Budget, Refused, in_use
 from edgekv.template.filters import Raised, strftime
 from edgekv.template.sandbox import FILE, SANDBOX, names_read
-from edgekv.wording import printable
+from edgekv.template.takes import Takes
+from edgekv.wording import printable, well_formed
 
 __all__ = ["PLAIN", "PLAIN_STOPS", "Template"]
 
@@ -53,6 +54,7 @@ class Template:
     """
 
     def __init__(self, source: str, *, bos: str = "", eos: str = "", now: datetime | None = None) -> None:
+        source = well_formed(source)
         self.source: Final = source
         self.now: Final = now or datetime.now()
         self._tokens = {"bos_token": bos, "eos_token": eos}
@@ -60,6 +62,7 @@ class Template:
             raise TemplateError(f"a chat template of {len(source):,} characters, of {_LONGEST:,} at most; {_ANOTHER}")
         if problem := self._compile():
             raise TemplateError(problem)
+        self.takes: Final = Takes(self)
 
     def _compile(self) -> str:
         """What is wrong with the source, '' for nothing; told, not raised, so that no frames of the compiler stay."""
@@ -87,7 +90,7 @@ class Template:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> str:
-        """The conversation as one text, control tokens written out.
+        """The conversation as one text, control tokens written out; lone surrogates are U+FFFD.
 
         Messages, tools and options (``enable_thinking=False``, ...) are plain data: text, numbers, None, lists and
         mappings, of which the template gets copies. Raises UsageError for anything else; TemplateError where the
@@ -100,7 +103,7 @@ class Template:
         text, problem = self._run(variables, budget)
         if problem:
             raise TemplateError(problem)
-        return text
+        return well_formed(text)
 
     def _run(self, variables: dict[str, Any], budget: Budget) -> tuple[str, str]:
         """The text and '', or what went wrong."""

@@ -282,6 +282,7 @@ def test_a_session_that_went_on_without_its_chat(tiny_path: TinyPath, tmp_path: 
 @pytest.mark.parametrize("change", [
     lambda m: {**m, "hidden": [2**70]}, lambda m: {**m, "hidden": [-1]}, lambda m: {**m, "text": m["text"] + "x"},
     lambda m: {**m, "turns": m["turns"] * 2}, lambda m: {**m, "turns": [{**m["turns"][0], "name": "*"}]},
+    lambda m: {**m, "text": m["text"].replace("Hello", "Hullo")}, lambda m: {**m, "kept": ""},
     lambda m: {**m, "index": ""}, lambda m: {**m, "count": -1}, lambda m: {**m, "turns": "x"}, lambda _: [],
 ])  # fmt: skip
 def test_a_memo_that_contradicts_the_session(

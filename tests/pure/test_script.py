@@ -28,7 +28,7 @@ def applied(old: str, hunks: list[Hunk]) -> str:
 
 def letters(text: str) -> Lexed:
     """A token a letter."""
-    return Lexed(text, np.arange(len(text), dtype=np.int32), np.arange(1, len(text) + 1))
+    return Lexed.of(text, np.arange(len(text), dtype=np.int32), np.arange(1, len(text) + 1))
 
 
 def test_what_a_text_goes_on_with_is_one_hunk() -> None:
@@ -95,7 +95,7 @@ def test_a_script_follows_its_hunks(old: str, new: str) -> None:
 
 
 def test_a_token_across_an_edge_is_replaced_whole() -> None:
-    lexed = Lexed("one two", np.asarray([1, 2], np.int32), np.asarray([4, 7]))
+    lexed = Lexed.of("one two", np.asarray([1, 2], np.int32), np.asarray([4, 7]))
     script = Script.empty().appended(lexed, 10)
     hunk, tokens = script.widened(Hunk(2, 4, ""))
     assert hunk == Hunk(0, 4, "on") and tokens == (0, 1)
@@ -104,6 +104,6 @@ def test_a_token_across_an_edge_is_replaced_whole() -> None:
 
 
 def test_other_words_for_the_same_tokens() -> None:
-    lexed = Lexed("a  b", np.asarray([1, 2, 3], np.int32), np.asarray([1, 3, 4]))
+    lexed = Lexed.of("a  b", np.asarray([1, 2, 3], np.int32), np.asarray([1, 3, 4]))
     script = Script.empty().appended(lexed, 0).reworded(Hunk(1, 3, ""))
     assert script.text == "ab" and script.ends.tolist() == [1, 1, 2] and len(script) == 3
