@@ -146,11 +146,12 @@ class Chat(Conversation):
         ahead = self._following.ahead(turns, opening=opening)
         if self._summing:
             self._room.free(ahead.num_tokens + reserve + BESIDE)
-        else:
-            before = self.script
-            self._make_room(ahead, reserve)
-            if self.script is not before:  # a summary has come in between, or was tried
-                ahead = self._following.ahead(self._merged(turns), opening=opening)
+            return ahead
+        before = self.script
+        self._make_room(ahead, reserve, self.options.policy)
+        if self.script is not before:  # a summary has come in between, or was tried, and takes cells itself
+            ahead = self._following.ahead(self._merged(turns), opening=opening)
+            self._make_room(ahead, reserve, policies.NONE)
         return ahead
 
     def _merged(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -167,19 +168,21 @@ class Chat(Conversation):
         finally:
             self._room.mine(r for receipt in self._following.receipts[before:] for r in receipt.ranges)
 
-    def _make_room(self, ahead: Ahead, reserve: int) -> None:
-        policy, need = self.options.policy, ahead.num_tokens + BESIDE
-        if policy is not None:
-            cuts = self._room.plan(policy, need, reserve)
-            self._hide(cuts, policy)
+    def _make_room(self, ahead: Ahead, reserve: int, policy: Policy | None) -> None:
+        """Hide what there is no room for, by a policy and beyond it. Raises ContextFull before anything is hidden."""
+        need, opens = ahead.num_tokens + BESIDE, any(t.message.role == "user" for t in ahead.turns if not t.read)
+        cuts = self._room.plan(policy, need, reserve, opens=opens)
+        self._note_beyond(cuts)
+        self._hide(cuts)
         self._room.free(need + reserve, need)
 
-    def _hide(self, cuts: tuple[Cut, ...], policy: Policy) -> list[Receipt]:
-        """Hide what a policy named; what is to be summed up is summed up first."""
+    def _hide(self, cuts: tuple[Cut, ...], *, kept: bool | None = None) -> list[Receipt]:
+        """Hide what a policy named; what is to be summed up is summed up first, ``kept`` as in :meth:`summarize`."""
         old = [cut for cut in cuts if cut.summarise]
         if old:
-            kept = all(p.kept for p in policy.parts if isinstance(p, SummarizeOldest))
-            self._summarise(old, kept=kept)
+            parts = self.options.policy.parts if self.options.policy is not None else ()
+            wanted = all(p.kept for p in parts if isinstance(p, SummarizeOldest))
+            self._summarise(old, kept=wanted if kept is None else kept)
         return self._room.hide_cuts(cuts, then=self.options.then)
 
     # -- summaries ----------------------------------------------------------------------------------------------
@@ -193,7 +196,7 @@ class Chat(Conversation):
         self._end_reply()
         cuts = tuple(replace(cut, summarise=True) for cut in policies.keep_turns(keep).plan(self.view()))
         if cuts:
-            self._hide(cuts, policies.summarize_oldest(kept=kept))
+            self._hide(cuts, kept=kept)
         return cuts
 
     def _summarise(self, cuts: list[Cut], *, kept: bool) -> None:
@@ -202,7 +205,7 @@ class Chat(Conversation):
         before, self._summing = len(self.turns), True
         try:
             if kept:
-                self.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens, tags=[SUMMARY]).finish()
+                _whole(self.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens, tags=[SUMMARY]))
             else:
                 self._put_summary(cuts)
         except BaseException as err:
@@ -223,7 +226,7 @@ class Chat(Conversation):
         with self.session.fork() as session:
             other = self._forked(session)
             other._following.back_to(last + 1)
-            text = other.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens).text
+            text = _whole(other.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens)).text
         hidden = self._room.hide_cuts(cuts)
         pair = [Message("user", ASK_SUMMARY, tags=(SUMMARY,)), Message("assistant", text, tags=(SUMMARY,))]
         turns = (*self.turns[: last + 1], *(self._turn(m) for m in pair), *self.turns[last + 1 :])
@@ -286,6 +289,13 @@ class Chat(Conversation):
         memos.fill(memo, chat._following)
         chat._count, chat._room.hidden = memo.count, np.asarray(memo.hidden, np.int64)
         return chat
+
+
+def _whole(reply: Reply) -> Reply:
+    """A reply, said to its end. Raises ContextFull where the cache was full before."""
+    if reply.finish().full:
+        raise ContextFull(reply.full)
+    return reply
 
 
 def _template(session: Session, source: str, now: datetime | None) -> Template:

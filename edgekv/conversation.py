@@ -166,6 +166,14 @@ class Conversation:
             self._reply = None
         return turn.message
 
+    def ran_out(self) -> None:
+        """An answer has ended as the cache is full."""
+        if not self._summing:
+            self._following.note(
+                "an answer was cut short as the cache was full and nothing was left to hide; shorter messages or a "
+                "larger n_ctx leave more room for it"
+            )
+
     def block_ended(self, raw: str, after: int) -> bool:
         """Whether a block of reasoning that is to be hidden has got its summary."""
         return any(policy.finished(raw, after) for policy in self._block_markers)
@@ -185,15 +193,23 @@ class Conversation:
         return [] if policy is None else [p for p in policy.parts if isinstance(p, BlockMarkers)]
 
     def room_to_go_on(self, generation: Generation) -> list[Receipt]:
-        """Free cells for an answer that runs out of them. Raises ContextFull."""
+        """Free cells for an answer that runs out of them. Raises ContextFull where nothing is left to hide."""
         ended = generation.finished or len(generation.tokens) >= generation.request.max_tokens
         if ended or self.session.engine.cells_free >= BESIDE:
             return []
         with self.session.midway():
-            receipts, summarised = self._room.make(self.options.policy, _GO_ON)
-        if summarised:
-            self._following.note("turns were hidden without a summary: room ran out in the middle of an answer")
-        return receipts
+            cuts = self._room.plan(self.options.policy, BESIDE, _GO_ON - BESIDE, opens=False)
+            if any(cut.summarise for cut in cuts):
+                self._following.note("turns were hidden without a summary: room ran out in the middle of an answer")
+            self._note_beyond(cuts)
+            return [*self._room.hide_cuts(cuts), *self._room.free(_GO_ON)]
+
+    def _note_beyond(self, cuts: tuple[Cut, ...]) -> None:
+        if any(cut.beyond for cut in cuts):
+            self._following.note(
+                f"{self.options.policy} alone makes too little room for what came next: more was hidden, the oldest "
+                "first; a larger n_ctx or shorter messages keep more in view"
+            )
 
     # -- hiding -------------------------------------------------------------------------------------------------
 
