@@ -132,7 +132,7 @@ class Chat(Conversation):
         done = False
         try:
             with uninterrupted():
-                self._follow(self._with_room((*waiting, *turns), opening=opening, reserve=reserve), own=own)
+                self._follow_with_room((*waiting, *turns), opening=opening, reserve=reserve, own=own)
                 done = True
         except KeyboardInterrupt:
             # It came when all was read: a message stays with its answer, or not at all.
@@ -141,6 +141,18 @@ class Chat(Conversation):
                     self._following.back_to(len(self.turns) - len(new))
             raise
         self._waiting = () if self.turns else self._waiting
+
+    def _follow_with_room(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int, own: bool) -> None:
+        ahead = self._with_room(turns, opening=opening, reserve=reserve)
+        try:
+            self._follow(ahead, own=own)
+        except ContextFull:
+            # What the template rewrote took more cells than the new text has; it is done, and the rest is made room for.
+            again = self._following.ahead(ahead.turns, opening=opening)
+            if self._summing or again.hunks == ahead.hunks:
+                raise
+            self._make_room(again, reserve, self.options.policy and policies.NONE)
+            self._follow(again, own=own)
 
     def _with_room(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int) -> Ahead:
         ahead = self._following.ahead(turns, opening=opening)
@@ -151,7 +163,7 @@ class Chat(Conversation):
         self._make_room(ahead, reserve, self.options.policy)
         if self.script is not before:  # a summary has come in between, or was tried, and takes cells itself
             ahead = self._following.ahead(self._merged(turns), opening=opening)
-            self._make_room(ahead, reserve, policies.NONE)
+            self._make_room(ahead, reserve, self.options.policy and policies.NONE)
         return ahead
 
     def _merged(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:

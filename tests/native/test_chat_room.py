@@ -93,6 +93,8 @@ def goes_on(talk: Talk) -> None:
         except ContextFull as err:
             if not talk.helped(str(err)):
                 return
+        except TemplateError:  # two messages of a person in a row, say
+            return
         else:
             assert reply.timings.generated
             return

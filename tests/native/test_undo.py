@@ -31,7 +31,7 @@ def seen(session: Session) -> tuple[list[int], list[int], list[int]]:
     columns = session._ledger.columns
     places = np.where(columns.visible, columns.pos, -1)
     if session.engine.can_shift:  # only how far apart they stand counts
-        first = places[columns.visible].min(initial=0)
+        first = places[columns.visible].min(initial=1 << 30)
         places = np.where(columns.visible, columns.pos - first, -1)
     return columns.state.tolist(), columns.reserved.tolist(), places.tolist()
 
