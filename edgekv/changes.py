@@ -23,8 +23,8 @@ from .spans import Range, runs
 from .steps import Drop, Load, Move, Own, Step
 
 NO_SHIFT = (
-    "this needs positions to be shifted, which this model cannot do: the places are taken by other tokens; rewind "
-    "those first, or append the text again"
+    "this needs positions to be shifted, which this model cannot do: other tokens have the places by now; rewind to "
+    "where those begin and unmask it then, or append the text again"
 )
 
 

@@ -204,7 +204,9 @@ class Chat(Conversation):
 
         kept: the summary stays on the cache as it was generated, with everything in view, at the end of the
         conversation; else it is made on a fork of what is summed up and read again in its place, clean of it.
+        Raises MaskUnsupported where nothing can be hidden, before anything is generated.
         """
+        self.session._need_mask()
         self._end_reply()
         cuts = tuple(replace(cut, summarise=True) for cut in policies.keep_turns(keep).plan(self.view()))
         if cuts:
@@ -255,7 +257,10 @@ class Chat(Conversation):
 
     def set_system(self, content: str) -> None:
         """Another system text, in the place of the old one; what stands behind it is not read again, and was computed
-        with the old one in view. Raises TemplateError, ContextFull."""
+        with the old one in view. Raises TemplateError, ContextFull, MaskUnsupported (there is text already, and nothing
+        can be hidden)."""
+        if self.turns:
+            self.session._need_mask()
         self._end_reply()
         first, message = self.turns[:1], Message("system", content)
         if self._waiting and not first:
@@ -269,6 +274,8 @@ class Chat(Conversation):
 
     def attach(self, path: str | os.PathLike[str], *, name: str | None = None) -> Receipt:
         """Take in a KV module between two turns, as Session.attach; it belongs to no message, and policies leave it."""
+        if not self.session.model.capabilities.park:
+            raise MaskUnsupported(self.session.model.capabilities.park.reason)
         self.settle()
         self._following.begin()
         return self.session.attach(path, name=name, tags=["document", PINNED])

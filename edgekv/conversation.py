@@ -215,11 +215,13 @@ class Conversation:
 
     def mask(self, target: Target) -> Receipt:
         """As Session.mask; of a first turn, the tokens that draw attention as sinks stay."""
+        self.session._need_mask()
         self._end_reply()
         return self.session.mask(self._room.but_sinks(target), then=self.options.then)
 
     def unmask(self, target: Target) -> Receipt:
         """As Session.unmask, but what the template has dropped stays hidden."""
+        self.session._need_mask()
         self._end_reply()
         wanted = self.session.indexes_of(target)
         hidden = np.concatenate([self.session.indexes(State.MASKED), self.session.indexes(State.PARKED)])
@@ -232,30 +234,42 @@ class Conversation:
 
     def park(self, target: Target) -> Receipt:
         """As Session.park, and :meth:`mask`."""
+        self.session._need_mask()
         self._end_reply()
         return self.session.park(self._room.but_sinks(target))
 
     def evict(self, target: Target) -> Receipt:
         """As Session.evict, and :meth:`mask`."""
+        self.session._need_mask()
         self._end_reply()
         return self.session.evict(self._room.but_sinks(target))
 
     def undo(self) -> Receipt:
-        """Take the newest edit back, as Session.undo. Raises BadState for one that changed the conversation's text."""
+        """Take the newest edit back, as Session.undo.
+
+        Raises BadState for one that changed the conversation's text or made room, which stays; the next undo takes the
+        newest one before it that can be taken back.
+        """
         self._end_reply()
-        edit = self.session.last_edit
-        if edit is not None and (edit.verb in ("insert", "replace", "rewind") or _touches(edit, self._dropped)):
-            raise BadState(
-                f"the newest edit ({edit.verb}) changed the text of the conversation, which follows its template: it "
-                "cannot be undone by itself"
-            )
-        if edit is not None and edit.verb == "evict" and _touches(edit, self._room.hidden):
-            raise BadState(
-                f"the newest edit made room: {count(edit.tokens, 'token')} evicted, which would have to be read again"
-            )
+        journal, edit = self.session._transcript.journal, self.session.last_edit
+        if edit is not None and (why := self._why_it_stays(edit)):
+            while edit is not None and self._why_it_stays(edit):
+                journal.pass_over()
+                edit = self.session.last_edit
+            rest = f"the next undo takes the {edit.verb} before it" if edit is not None else "there is none before it"
+            raise BadState(f"the newest edit ({why}; {rest}")
         receipt = self.session.undo()
         self._room.shown()
         return receipt
+
+    def _why_it_stays(self, edit: Receipt) -> str:
+        """Why an edit is no matter of an undo by hand, "" where it is."""
+        if edit.verb in ("insert", "replace", "rewind") or _touches(edit, self._dropped):
+            return f"{edit.verb}) changed the text of the conversation, which follows its template: it stays as it is"
+        gone = np.intersect1d(self._room.hidden, self.session.indexes(State.EVICTED))
+        if _touches(edit, gone):
+            return f"{edit.verb}) made room: {count(edit.tokens, 'token')} would have to be evaluated again"
+        return ""
 
     @property
     def _dropped(self) -> npt.NDArray[np.int64]:

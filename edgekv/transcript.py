@@ -25,6 +25,7 @@ from .reader import Reader
 from .receipts import Receipt
 from .record import Record
 from .spans import Range, Span, runs
+from .wording import count
 
 R = TypeVar("R")
 
@@ -256,16 +257,24 @@ class Transcript:
     # -- undo ---------------------------------------------------------------------------------------------------
 
     def undo(self) -> Receipt:
-        """The newest edit that was not undone, back. Tokens whose K and V are gone are read again."""
+        """The newest edit that was not undone, back. Tokens whose K and V are gone are evaluated again.
+
+        Where that cannot be done without a shift, nothing changes, and the edit is passed over: the next undo takes the
+        one before it.
+        """
         newest = self.journal.newest()
         if newest is None:
             raise BadState("nothing to undo: no edit of this session is left in its journal")
         edit, former = newest
         try:
             return self._back(edit, former)
-        except MaskUnsupported:
+        except MaskUnsupported as err:
             if not self.restarts:
-                raise
+                self.journal.pass_over()
+                raise MaskUnsupported(
+                    f"the {edit.verb} of {count(edit.tokens, 'token')} cannot be undone: {err}; the next undo takes the "
+                    "edit before it"
+                ) from err
         return self._back_and_recompute(edit, former)
 
     def _back(self, edit: Receipt, former: Former) -> Receipt:
