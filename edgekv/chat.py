@@ -147,10 +147,10 @@ class Chat(Conversation):
         try:
             self._follow(ahead, own=own)
         except ContextFull:
-            # What the template rewrote took more cells than the new text has; it is done, and the rest is made room for.
-            again = self._following.ahead(ahead.turns, opening=opening)
-            if self._summing or again.hunks == ahead.hunks:
+            if self._summing:
                 raise
+            # What the template rewrote took more cells than its new text has tokens; the rest is made room for again.
+            again = self._following.ahead(ahead.turns, opening=opening)
             self._make_room(again, reserve, self.options.policy and policies.NONE)
             self._follow(again, own=own)
 

@@ -81,20 +81,25 @@ class Room:
         here = np.setdiff1d(np.intersect1d(wanted, self._session.indexes()), self._sinks)
         if not len(here):
             return []
-        target = self._session.ranges(here)
+        target, gap = self._session.ranges(here), self._gap
         with self._session.lock:
             before = self._session.last_edit
             try:
-                return [self._session.mask(target, then=then, refresh_last=refresh_last)]
+                return [self._session.mask(target, gap=gap, then=then, refresh_last=refresh_last)]
             except MaskUnsupported:  # no archive has room for them, and they cannot be moved to where there is some
                 return [self._session.evict(target)]
             except ContextFull:
                 edit = self._session.last_edit
-                if edit is not None and edit is not before:
-                    return [edit]  # masked, and no room to evaluate again what comes after
-                return [self._session.mask(target, gap="keep", refresh_last=refresh_last)]  # no room for copies either
+                if edit is None or edit is before:
+                    raise
+                return [edit]  # masked, and no room to evaluate again what comes after
             finally:
                 self.hidden = np.union1d(self.hidden, np.setdiff1d(here, self._session.indexes()))
+
+    @property
+    def _gap(self) -> str:
+        """How to hide: to close a gap, cells that a fork holds too are copied first, which takes free ones."""
+        return "keep" if len(self.view().shared) else "close"
 
     @property
     def _sinks(self) -> npt.NDArray[np.int64]:
@@ -132,10 +137,11 @@ class Room:
         if missing <= 0 or engine.cells_free + len(self._freeable()) < least:
             return receipts
         chosen = self._oldest(max(missing, engine.num_cells // _AT_ONCE))
-        by_hand = ~np.isin(chosen, self.hidden)
+        by_hand, gap = ~np.isin(chosen, self.hidden), self._gap
         for index, verb in ((chosen[by_hand], "park"), (chosen[~by_hand], self.spill)):
             if len(index):
                 with contextlib.suppress(BadState):
                     ranges = self._session.ranges(index)
-                    receipts.append(self._session.park(ranges) if verb == "park" else self._session.evict(ranges))
+                    hide = self._session.park if verb == "park" else self._session.evict
+                    receipts.append(hide(ranges, gap=gap))
         return receipts
