@@ -648,7 +648,9 @@ def test_room_is_made_or_refused(talk: tuple[Talk, View], policy: Policy, opens:
         assert left.without(left.cut_for_need()).free < view.need
         return
     assert view.without(cuts).free >= view.need and cuts[: len(plan)] == plan
-    assert all(cut.beyond for cut in cuts[len(plan) :]) and (len(cuts) == len(plan) or view.without(plan).free < view.need)
+    assert all(cut.beyond for cut in cuts[len(plan) :]) and (
+        len(cuts) == len(plan) or view.without(plan).free < view.need
+    )
     gone = indexes(cuts)
     assert len(gone) == len(set(gone)) and set(gone) <= set(view.visible.tolist())
     for span in view.spans:
