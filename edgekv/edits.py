@@ -288,8 +288,8 @@ class Edits(Base):
         no edit; rewind for that.
 
         It works in any case while nothing was evaluated since the edit. Where positions cannot be shifted, hidden text
-        right before what has to be evaluated again is in view meanwhile, and evaluated too if it was evicted: it leads to
-        the position.
+        right before what has to be evaluated again is in view meanwhile, and evaluated too if it was evicted: it leads
+        to the position.
 
         Cost: no token is read, but for evict and rewind: what they dropped, once more.
         Guarantees: its tokens are as they were; bit-exact where no position moved and nothing had to be read.

@@ -164,11 +164,11 @@ class Planner(Rereads):
             after.reserved[rows[dropped]] = True
 
     def read_back(self, run: Range, rows: npt.NDArray[np.int64], former: Columns) -> Arrival:
-        """Evaluate evicted or dropped tokens again, where they stand: all visible before, or all hidden. ``former`` says
-        how ``rows``, which hold the run, were.
+        """Evaluate evicted or dropped tokens again, where they stand: all of the run were visible, or all hidden.
+        ``former`` says how ``rows``, which include the run, were.
 
-        Where nothing can be shifted they come to the positions they had. Raises MaskUnsupported where others hold those,
-        or no token that is known stands before them.
+        Where nothing can be shifted they come to the positions they had. Raises MaskUnsupported where others hold
+        those, or no known token stands right before them.
         """
         row, stop = run
         now = self._ledger.columns

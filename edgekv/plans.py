@@ -126,8 +126,9 @@ class Reread:
 class Arrival:
     """A plan to evaluate tokens aside, seeing the cells ``seen``, and to bring them into the text at ``row``.
 
-    The first ``num_lead`` of them only lead to the position of the others, and are dropped at once. opened: whether rows are to be made for them; else they are there, without cells. close_up: shifts that bring
-    copies of the seen cells together first. hidden: what the tokens do not see. alone: whether that is on purpose.
+    The first ``num_lead`` of them only lead to the position of the others, and are dropped at once. opened: whether
+    rows are to be made for them; else they are there, without cells. close_up: shifts that bring copies of the seen
+    cells together first. hidden: what the tokens do not see. alone: whether that is on purpose.
     """
 
     row: int

@@ -23,8 +23,8 @@ class Reply:
 
     It holds nothing while it is not asked for a piece; the chat's next verb ends it where it is, and so does Ctrl-C,
     with what was said kept. ``finish_reason`` as in :class:`~edgekv.generation.Generation`; "length", too, where the
-    cache was full and nothing was left to hide, which ``full`` then explains. ``receipts``: of the edits made meanwhile,
-    to make room or to hide a block.
+    cache was full and nothing was left to hide, which ``full`` then explains. ``receipts``: of the edits made
+    meanwhile, to make room or to hide a block.
     """
 
     def __init__(self, chat: Chat, generation: Generation) -> None:

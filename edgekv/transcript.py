@@ -272,8 +272,8 @@ class Transcript:
             if not self.restarts:
                 self.journal.pass_over()
                 raise MaskUnsupported(
-                    f"the {edit.verb} of {count(edit.tokens, 'token')} cannot be undone: {err}; the next undo takes the "
-                    "edit before it"
+                    f"the {edit.verb} of {count(edit.tokens, 'token')} cannot be undone: {err}; the next undo takes "
+                    "the edit before it"
                 ) from err
         return self._back_and_recompute(edit, former)
 

@@ -1,4 +1,4 @@
-"""A chat goes on: after whatever was said, the next short message is read, or the error names what helps, and it does."""
+"""A chat goes on: whatever was said, the next short message is read, or the error names what helps, and it does."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def goes_on(talk: Talk) -> None:
     for _ in range(4):
         try:
             reply = talk.chat.ask("hi", max_tokens=2, sampling=TALKS_ON).finish()
-        except ContextFull as err:
+        except ContextFull as err:  # noqa: PERF203
             if not talk.helped(str(err)):
                 return
         except TemplateError:  # two messages of a person in a row, say

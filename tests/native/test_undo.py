@@ -55,7 +55,7 @@ def undo_all(session: Session, edits: list[tuple[str, int, int, str]]) -> None:
     states = [seen(session)]
     for one in edits:
         if edit(session, *one):
-            states.append(seen(session))
+            states.append(seen(session))  # noqa: PERF401
     for state in reversed(states[:-1]):
         session.undo()
         assert seen(session) == state
