@@ -23,8 +23,8 @@ from .spans import Range, runs
 from .steps import Drop, Load, Move, Own, Step
 
 NO_SHIFT = (
-    "this needs positions to be shifted, which this model cannot do: the places were taken by tokens read since; "
-    "rewind those first, or append the text again"
+    "this needs positions to be shifted, which this model cannot do: other tokens have the places by now; rewind to "
+    "where those begin and unmask it then, or append the text again"
 )
 
 
@@ -52,7 +52,8 @@ class Changes:
         originals = tuple(o for o in self._ledger.originals if not chosen[o.row])
         steps: list[Step] = [self._drop(run) for run in now.cell_runs(chosen)]
         steps += [self._drop_original(o) for o in self._ledger.originals if chosen[o.row]]
-        steps += self._archive_steps((now.visible | now.parked) & after.where(State.MASKED), after, originals)
+        arrived = now.visible | now.parked | (after.seq == ASIDE)
+        steps += self._archive_steps(arrived & after.where(State.MASKED), after, originals)
         if not relayout:
             return Plan(tuple(steps), after, originals, edited, parked_originals, gap, parks, loads)
         back = tuple(o for o in originals if self._view_is_back(o, after))

@@ -146,7 +146,7 @@ class Chat(Conversation):
         done = False
         try:
             with uninterrupted():
-                self._follow(self._with_room((*waiting, *turns), opening=opening, reserve=reserve), own=own)
+                self._follow_with_room((*waiting, *turns), opening=opening, reserve=reserve, own=own)
                 done = True
         except KeyboardInterrupt:
             # It came when all was read: a message stays with its answer, or not at all.
@@ -156,15 +156,28 @@ class Chat(Conversation):
             raise
         self._waiting = () if self.turns else self._waiting
 
+    def _follow_with_room(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int, own: bool) -> None:
+        ahead = self._with_room(turns, opening=opening, reserve=reserve)
+        try:
+            self._follow(ahead, own=own)
+        except ContextFull:
+            if self._summing:
+                raise
+            # What the template rewrote took more cells than its new text has tokens; the rest is made room for again.
+            again = self._following.ahead(ahead.turns, opening=opening)
+            self._make_room(again, reserve, self.options.policy and policies.NONE)
+            self._follow(again, own=own)
+
     def _with_room(self, turns: tuple[Turn, ...], *, opening: bool, reserve: int) -> Ahead:
         ahead = self._following.ahead(turns, opening=opening)
         if self._summing:
             self._room.free(ahead.num_tokens + reserve + BESIDE)
-        else:
-            before = self.script
-            self._make_room(ahead, reserve)
-            if self.script is not before:  # a summary has come in between, or was tried
-                ahead = self._following.ahead(self._merged(turns), opening=opening)
+            return ahead
+        before = self.script
+        self._make_room(ahead, reserve, self.options.policy)
+        if self.script is not before:  # a summary has come in between, or was tried, and takes cells itself
+            ahead = self._following.ahead(self._merged(turns), opening=opening)
+            self._make_room(ahead, reserve, self.options.policy and policies.NONE)
         return ahead
 
     def _merged(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -181,19 +194,21 @@ class Chat(Conversation):
         finally:
             self._room.mine(r for receipt in self._following.receipts[before:] for r in receipt.ranges)
 
-    def _make_room(self, ahead: Ahead, reserve: int) -> None:
-        policy, need = self.options.policy, ahead.num_tokens + BESIDE
-        if policy is not None:
-            cuts = self._room.plan(policy, need, reserve)
-            self._hide(cuts, policy)
+    def _make_room(self, ahead: Ahead, reserve: int, policy: Policy | None) -> None:
+        """Hide what there is no room for, by a policy and beyond it. Raises ContextFull before anything is hidden."""
+        need, opens = ahead.num_tokens + BESIDE, any(t.message.role == "user" for t in ahead.turns if not t.read)
+        cuts = self._room.plan(policy, need, reserve, opens=opens)
+        self._note_beyond(cuts)
+        self._hide(cuts)
         self._room.free(need + reserve, need)
 
-    def _hide(self, cuts: tuple[Cut, ...], policy: Policy) -> list[Receipt]:
-        """Hide what a policy named; what is to be summed up is summed up first."""
+    def _hide(self, cuts: tuple[Cut, ...], *, kept: bool | None = None) -> list[Receipt]:
+        """Hide what a policy named; what is to be summed up is summed up first, ``kept`` as in :meth:`summarize`."""
         old = [cut for cut in cuts if cut.summarise]
         if old:
-            kept = all(p.kept for p in policy.parts if isinstance(p, SummarizeOldest))
-            self._summarise(old, kept=kept)
+            parts = self.options.policy.parts if self.options.policy is not None else ()
+            wanted = all(p.kept for p in parts if isinstance(p, SummarizeOldest))
+            self._summarise(old, kept=wanted if kept is None else kept)
         return self._room.hide_cuts(cuts, then=self.options.then)
 
     # -- summaries ----------------------------------------------------------------------------------------------
@@ -203,11 +218,13 @@ class Chat(Conversation):
 
         kept: the summary stays on the cache as it was generated, with everything in view, at the end of the
         conversation; else it is made on a fork of what is summed up and read again in its place, clean of it.
+        Raises MaskUnsupported where nothing can be hidden, before anything is generated.
         """
+        self.session._need_mask()
         self._end_reply()
         cuts = tuple(replace(cut, summarise=True) for cut in policies.keep_turns(keep).plan(self.view()))
         if cuts:
-            self._hide(cuts, policies.summarize_oldest(kept=kept))
+            self._hide(cuts, kept=kept)
         return cuts
 
     def _summarise(self, cuts: list[Cut], *, kept: bool) -> None:
@@ -216,7 +233,7 @@ class Chat(Conversation):
         before, self._summing = len(self.turns), True
         try:
             if kept:
-                self.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens, tags=[SUMMARY]).finish()
+                _whole(self.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens, tags=[SUMMARY]))
             else:
                 self._put_summary(cuts)
         except BaseException as err:
@@ -237,7 +254,7 @@ class Chat(Conversation):
         with self.session.fork() as session:
             other = self._forked(session)
             other._following.back_to(last + 1)
-            text = other.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens).text
+            text = _whole(other.ask(ASK_SUMMARY, max_tokens=self.options.summary_tokens)).text
         hidden = self._room.hide_cuts(cuts)
         pair = [Message("user", ASK_SUMMARY, tags=(SUMMARY,)), Message("assistant", text, tags=(SUMMARY,))]
         turns = (*self.turns[: last + 1], *(self._turn(m) for m in pair), *self.turns[last + 1 :])
@@ -255,7 +272,9 @@ class Chat(Conversation):
     def set_system(self, content: Content) -> None:
         """Another system text, in the place of the old one; what stands after it is not evaluated again, and was
         computed with the old one in view. Hidden if the old one is. Raises as :meth:`add`, and MaskUnsupported where
-        this model's memory allows no edit; then the old one stands."""
+        there is text already and this model's memory allows no edit; then the old one stands."""
+        if self.turns:
+            self.session._need_mask()
         self._end_reply()
         first, message = self.turns[:1], Message.of("system", content)
         if self._waiting and not first:
@@ -269,6 +288,8 @@ class Chat(Conversation):
 
     def attach(self, path: str | os.PathLike[str], *, name: str | None = None) -> Receipt:
         """Take in a KV module between two turns, as Session.attach; it belongs to no message, and policies leave it."""
+        if not self.session.model.capabilities.park:
+            raise MaskUnsupported(self.session.model.capabilities.park.reason)
         self.settle()
         self._following.begin()
         return self.session.attach(path, name=name, tags=["document", PINNED])
@@ -301,6 +322,13 @@ class Chat(Conversation):
         memos.fill(memo, chat._following)
         chat._count, chat._room.hidden = memo.count, np.asarray(memo.hidden, np.int64)
         return chat
+
+
+def _whole(reply: Reply) -> Reply:
+    """A reply, said to its end. Raises ContextFull where the cache was full before."""
+    if reply.finish().full:
+        raise ContextFull(reply.full)
+    return reply
 
 
 def _template(session: Session, source: str, now: datetime | None) -> Template:

@@ -167,6 +167,14 @@ class Conversation:
             self._reply = None
         return turn.message
 
+    def ran_out(self) -> None:
+        """An answer has ended as the cache is full."""
+        if not self._summing:
+            self._following.note(
+                "an answer was cut short as the cache was full and nothing was left to hide; shorter messages or a "
+                "larger n_ctx leave more room for it"
+            )
+
     def block_ended(self, raw: str, after: int) -> bool:
         """Whether a block of reasoning that is to be hidden has got its summary."""
         return any(policy.finished(raw, after) for policy in self._block_markers)
@@ -186,25 +194,35 @@ class Conversation:
         return [] if policy is None else [p for p in policy.parts if isinstance(p, BlockMarkers)]
 
     def room_to_go_on(self, generation: Generation) -> list[Receipt]:
-        """Free cells for an answer that runs out of them. Raises ContextFull."""
+        """Free cells for an answer that runs out of them. Raises ContextFull where nothing is left to hide."""
         ended = generation.finished or len(generation.tokens) >= generation.request.max_tokens
         if ended or self.session.engine.cells_free >= BESIDE:
             return []
         with self.session.midway():
-            receipts, summarised = self._room.make(self.options.policy, _GO_ON)
-        if summarised:
-            self._following.note("turns were hidden without a summary: room ran out in the middle of an answer")
-        return receipts
+            cuts = self._room.plan(self.options.policy, BESIDE, _GO_ON - BESIDE, opens=False)
+            if any(cut.summarise for cut in cuts):
+                self._following.note("turns were hidden without a summary: room ran out in the middle of an answer")
+            self._note_beyond(cuts)
+            return [*self._room.hide_cuts(cuts), *self._room.free(_GO_ON)]
+
+    def _note_beyond(self, cuts: tuple[Cut, ...]) -> None:
+        if any(cut.beyond for cut in cuts):
+            self._following.note(
+                f"{self.options.policy} alone makes too little room for what came next: more was hidden, the oldest "
+                "first; a larger n_ctx or shorter messages keep more in view"
+            )
 
     # -- hiding -------------------------------------------------------------------------------------------------
 
     def mask(self, target: Target) -> Receipt:
         """As Session.mask; of a first turn, the tokens that draw attention as sinks stay."""
+        self.session._need_mask()
         self._end_reply()
         return self.session.mask(self._room.but_sinks(target), then=self.options.then)
 
     def unmask(self, target: Target) -> Receipt:
         """As Session.unmask, but what the template has dropped stays hidden."""
+        self.session._need_mask()
         self._end_reply()
         wanted = self.session.indexes_of(target)
         hidden = np.concatenate([self.session.indexes(State.MASKED), self.session.indexes(State.PARKED)])
@@ -217,32 +235,44 @@ class Conversation:
 
     def park(self, target: Target) -> Receipt:
         """As Session.park, and :meth:`mask`."""
+        self.session._need_mask()
         self._end_reply()
         return self.session.park(self._room.but_sinks(target))
 
     def evict(self, target: Target) -> Receipt:
         """As Session.evict, and :meth:`mask`."""
+        self.session._need_mask()
         self._end_reply()
         return self.session.evict(self._room.but_sinks(target))
 
     def undo(self) -> Receipt:
-        """Take the newest edit back, as Session.undo. Raises BadState for one that changed the conversation's text."""
+        """Take the newest edit back, as Session.undo.
+
+        Raises BadState for one that changed the conversation's text or made room, which stays; the next undo takes the
+        newest one before it that can be taken back.
+        """
         self._end_reply()
-        edit = self.session.last_edit
-        fixed = np.union1d(self._dropped, self._following.put_hidden)
-        if edit is not None and (edit.verb in ("insert", "replace", "rewind") or _touches(edit, fixed)):
-            raise BadState(
-                f"the newest edit ({edit.verb}) changed the text of the conversation, which follows its template: it "
-                "cannot be undone by itself"
-            )
-        if edit is not None and edit.verb == "evict" and _touches(edit, self._room.hidden):
-            raise BadState(
-                f"the newest edit made room: {count(edit.tokens, 'token')} evicted, which would have to be read again"
-            )
+        journal, edit = self.session._transcript.journal, self.session.last_edit
+        if edit is not None and (why := self._why_it_stays(edit)):
+            while edit is not None and self._why_it_stays(edit):
+                journal.pass_over()
+                edit = self.session.last_edit
+            rest = f"the next undo takes the {edit.verb} before it" if edit is not None else "there is none before it"
+            raise BadState(f"the newest edit ({why}; {rest}")
         receipt = self.session.undo()
         self._room.shown()
         self._following.check()
         return receipt
+
+    def _why_it_stays(self, edit: Receipt) -> str:
+        """Why an edit is no matter of an undo by hand, "" where it is."""
+        fixed = np.union1d(self._dropped, self._following.put_hidden)
+        if edit.verb in ("insert", "replace", "rewind") or _touches(edit, fixed):
+            return f"{edit.verb}) changed the text of the conversation, which follows its template: it stays as it is"
+        gone = np.intersect1d(self._room.hidden, self.session.indexes(State.EVICTED))
+        if _touches(edit, gone):
+            return f"{edit.verb}) made room: {count(edit.tokens, 'token')} would have to be evaluated again"
+        return ""
 
     @property
     def _dropped(self) -> npt.NDArray[np.int64]:

@@ -287,10 +287,14 @@ class Edits(Base):
         dropped is read again, the text of an insert or a replace is dropped. Reading (append, generate, recompute) is
         no edit; rewind for that.
 
+        It works in any case while nothing was evaluated since the edit. Where positions cannot be shifted, hidden text
+        right before what has to be evaluated again is in view meanwhile, and evaluated too if it was evicted: it leads
+        to the position.
+
         Cost: no token is read, but for evict and rewind: what they dropped, once more.
         Guarantees: its tokens are as they were; bit-exact where no position moved and nothing had to be read.
-        Raises BadState (no edit is left in the journal of 1,000), ContextFull, MaskUnsupported; then nothing has
-        changed.
+        Raises BadState (no edit is left in the journal of 1,000), ContextFull, MaskUnsupported (other tokens have its
+        positions by now and cannot be shifted; the next undo passes this edit over); then nothing has changed.
         """
         return self._transcript.undo()
 
@@ -315,6 +319,7 @@ class Edits(Base):
     # -- checks -------------------------------------------------------------------------------------------------
 
     def _need_mask(self) -> None:
+        """Raise MaskUnsupported where no part of this session can be hidden."""
         if not self.model.capabilities.mask and not self._transcript.restarts:
             raise MaskUnsupported(
                 f"{self.model.capabilities.mask.reason}; start again without the text instead, which a session "

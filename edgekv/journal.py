@@ -90,6 +90,10 @@ class Journal:
     def newest(self) -> tuple[Receipt, Former] | None:
         return self._undo[-1] if self._undo else None
 
+    def pass_over(self) -> None:
+        """The newest edit cannot be undone: the one before it is the next to be."""
+        self._undo.pop()
+
     def undone(self, receipt: Receipt) -> Receipt:
         """The newest edit was undone, says ``receipt``."""
         self._undo.pop()

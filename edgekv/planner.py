@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from .columns import CellRun, Columns, Flags, State
-from .errors import BadState, PinnedTokens
+from .changes import NO_SHIFT
+from .columns import CellRun, Columns, Flags, State, last
+from .errors import BadState, MaskUnsupported, PinnedTokens
 from .plans import Arrival, Plan
 from .rereads import Rereads
 from .settings import ASIDE
 from .shares import PRIVATE
 from .spans import Range, runs
-from .steps import Shift
+from .steps import Drop, Shift
 
 #: The first tokens of a text draw attention whatever they say (attention sinks, arXiv:2309.17453).
 NUM_SINKS = 4
@@ -161,13 +163,49 @@ class Planner(Rereads):
         if not self._ledger.can_shift and places < np.count_nonzero(now.visible[rows]):
             after.reserved[rows[dropped]] = True
 
-    def read_back(self, rows: Range) -> Arrival:
-        """Read evicted or dropped tokens again, where they stand."""
-        row, stop = rows
-        seen = self._ledger.columns.visible[:row].copy()
-        after = self._ledger.columns.copy()
-        after.reserved[row:stop] = False
-        return self._arrive(after, row, self._ledger.ids[row:stop].copy(), seen, opened=False)
+    def read_back(self, run: Range, rows: npt.NDArray[np.int64], former: Columns) -> Arrival:
+        """Evaluate evicted or dropped tokens again, where they stand: all of the run were visible, or all hidden.
+        ``former`` says how ``rows``, which include the run, were.
+
+        Where nothing can be shifted they come to the positions they had. Raises MaskUnsupported where others hold
+        those, or no known token stands right before them.
+        """
+        row, stop = run
+        now = self._ledger.columns
+        after, mine = now.copy(), (rows >= row) & (rows < stop)
+        if not self._ledger.can_shift:
+            hidden = ~former.visible
+            after.reserved[rows[hidden]] = former.reserved[hidden]
+        after.reserved[row:stop] = former.reserved[mine]
+        after.replaced[row:stop] = former.replaced[mine]
+        tokens, seen = self._ledger.ids[row:stop].copy(), now.visible[:row].copy()
+        state = State.VISIBLE if former.visible[mine][0] else State.MASKED
+        if self._ledger.can_shift:
+            return self._arrive(after, row, tokens, seen, opened=False, state=state)
+        pos = int(former.pos[mine][np.argmin(rows[mine])])
+        lead = self._lead_to(pos, seen)
+        return self._arrive(after, row, tokens, seen, opened=False, state=state, lead=lead)
+
+    def _lead_to(self, pos: int, seen: Flags) -> list[int]:
+        """The rows to evaluate first, so that the next token comes to ``pos``: llama.cpp takes tokens only right after
+        the last position a sequence holds. Hidden cells on the way are made ``seen``, which spares their evaluation;
+        they were seen before they were hidden.
+        """
+        now, lead = self._ledger.columns, list[int]()
+        before = last(seen)
+        end = int(now.pos[before]) + 1 if before is not None else 0
+        place, masked = now.pos[: len(seen)], now.where(State.MASKED)[: len(seen)]
+        known = ~now.where(State.DROPPED)[: len(seen)] & ~seen
+        for at in range(pos - 1, end - 1, -1):
+            here = place == at
+            if (here & masked).any():
+                seen |= masked & (place >= end) & (place <= at)
+                return lead
+            row = last(here & known)
+            if row is None:
+                raise MaskUnsupported(NO_SHIFT)
+            lead.insert(0, row)
+        return lead
 
     def _arrive(
         self,
@@ -179,17 +217,24 @@ class Planner(Rereads):
         opened: bool,
         alone: bool = False,
         gap: str = "",
+        state: State = State.VISIBLE,
+        lead: Sequence[int] = (),
     ) -> Arrival:
-        """Tokens that are read aside and come to ``row``; ``seen`` is what they see of the rows before it."""
+        """Tokens that are evaluated aside, after those of the rows ``lead``, and come to ``row`` in that ``state``;
+        ``seen`` is what they see of the rows before it."""
         stop, now = row + len(tokens), self._ledger.columns
         held = now.cell_runs(np.concatenate([seen, np.zeros(len(now) - row, np.bool_)]))
-        close_up, pos = _close_up(held) if alone else ((), held[-1].p1 if held else 0)
-        after.state[row:stop] = State.VISIBLE
-        after.pos[row:stop] = np.arange(pos, pos + len(tokens), dtype=np.int32)
+        close_up, pos = _close_up(held) if alone else ((), max((run.p1 for run in held), default=0))
+        begin = pos + len(lead)
+        after.state[row:stop] = state
+        after.pos[row:stop] = np.arange(begin, begin + len(tokens), dtype=np.int32)
         after.seq[row:stop], after.cell[row:stop] = ASIDE, PRIVATE
         plan = self.change(after, gap=gap)
-        hidden = tuple(runs(np.concatenate([~seen, np.zeros(len(tokens), np.bool_), ~after.visible[stop:]])))
-        return Arrival(row, tokens, pos, tuple(held), close_up, plan, hidden, opened, alone)
+        if lead:
+            plan = replace(plan, steps=(Drop(ASIDE, pos, begin), *plan.steps))
+            tokens, seen[list(lead)] = np.concatenate([self._ledger.ids[list(lead)], tokens]), True
+        hidden = tuple(runs(np.concatenate([~seen, np.zeros(stop - row, np.bool_), ~after.visible[stop:]])))
+        return Arrival(row, tokens, pos, tuple(held), close_up, plan, hidden, opened, alone, len(lead))
 
     @staticmethod
     def _give_way(after: Columns, row: int, count: int) -> None:

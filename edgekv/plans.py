@@ -124,10 +124,11 @@ class Reread:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A plan to read tokens aside, seeing the cells ``seen``, and to bring them into the text at ``row``.
+    """A plan to evaluate tokens aside, seeing the cells ``seen``, and to bring them into the text at ``row``.
 
-    opened: whether rows are to be made for them; else they are there, without cells. close_up: shifts that bring
-    copies of the seen cells together first. hidden: what the tokens do not see. alone: whether that is on purpose.
+    The first ``num_lead`` of them only lead to the position of the others, and are dropped at once. opened: whether
+    rows are to be made for them; else they are there, without cells. close_up: shifts that bring copies of the seen
+    cells together first. hidden: what the tokens do not see. alone: whether that is on purpose.
     """
 
     row: int
@@ -139,12 +140,13 @@ class Arrival:
     hidden: View
     opened: bool
     alone: bool
+    num_lead: int = 0
 
     @property
     def stop(self) -> int:
-        return self.row + len(self.tokens)
+        return self.row + len(self.tokens) - self.num_lead
 
     @property
     def num_cells(self) -> int:
-        """Free cells it takes while it goes on."""
+        """Free cells it takes until it is done."""
         return len(self.tokens) + sum(s.p1 - s.p0 for s in self.close_up) + self.plan.num_copied

@@ -14,7 +14,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Final, TypeAlias
 
@@ -29,6 +29,8 @@ from .wording import count
 Places: TypeAlias = npt.NDArray[np.intp]
 #: An int is a number of tokens, a float in (0, 1] a share of the cells: 1 is one token, 1.0 the whole cache.
 Amount: TypeAlias = float
+#: The tags of what no policy touches.
+_NEVER: Final = frozenset({"pinned", "summary"})
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,15 @@ class Cut:
     """A part to hide, and why.
 
     name: the span's, or "window". ranges: sorted, disjoint index ranges of visible tokens; as a target they select
-    these and no other visible token. summarise: a summary of all such cuts is to be made before they go.
+    these and no other visible token. summarise: a summary of all such cuts is to be made before they go. beyond: no
+    policy's rule asks for it; without it there is no room for what comes next.
     """
 
     name: str
     ranges: tuple[Range, ...]
     why: str
     summarise: bool = False
+    beyond: bool = False
 
     @property
     def tokens(self) -> int:
@@ -55,7 +59,9 @@ class View:
 
     spans: all of them. visible: int64 (n,), the indexes of the visible tokens in reading order, in which a text that
     was inserted has higher indexes than what stands behind it. cells: of the cache. free: cells that are, or would be
-    once what is hidden already gives its own back. need: cells wanted for what comes next.
+    once what is hidden already gives its own back. need: cells wanted for what comes next. opens: whether that begins
+    an exchange of its own, so that all there are now are old ones. shared: int64, the indexes of visible tokens whose
+    cells other sessions hold too, so that hiding them frees none. elsewhere: cells that other sessions hold.
     """
 
     spans: tuple[Span, ...]
@@ -63,6 +69,9 @@ class View:
     cells: int
     free: int
     need: int = 0
+    opens: bool = False
+    shared: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    elsewhere: int = 0
 
     @property
     def used(self) -> int:
@@ -88,10 +97,14 @@ class View:
     @cached_property
     def touchable(self) -> npt.NDArray[np.bool_]:
         """bool (n,): whether each of ``visible`` may go."""
+        return self._touchable(_NEVER)
+
+    def _touchable(self, never: Iterable[str]) -> npt.NDArray[np.bool_]:
+        """As :attr:`touchable`, where the spans with one of these tags never go."""
         may_go = self.visible >= NUM_SINKS
         may_go[:NUM_SINKS] = False  # the sinks of a text that was inserted in front of all others
         for span in self.spans:
-            if span.role == "system" or span.tags & {"pinned", "summary"}:
+            if span.role == "system" or not span.tags.isdisjoint(never):
                 may_go[self.at(span)] = False
         return may_go
 
@@ -99,6 +112,14 @@ class View:
         """The spans with that tag that have a visible token, in reading order."""
         placed = [(self.at(s), s) for s in self.spans if tag in s.tags]
         return [s for at, s in sorted((p for p in placed if len(p[0])), key=lambda p: (p[0][0], -len(p[0])))]
+
+    def num_hideable(self, spans: Iterable[Span]) -> int:
+        """The visible tokens of spans that are no attention sinks, and whose cells nobody else holds."""
+        free = self._touchable(set()) & ~np.isin(self.visible, self.shared)
+        here = np.zeros(len(self.visible), np.bool_)
+        for span in spans:
+            here[self.at(span)] = True
+        return int(np.count_nonzero(here & free))
 
     def num_touchable(self, spans: Iterable[Span]) -> int:
         return sum(int(self.touchable[self.at(span)].sum()) for span in spans)
@@ -126,9 +147,12 @@ class View:
         starts, stops = index[[0, *(ends + 1)]], index[[*ends, -1]] + 1
         return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
-    def cuts(self, parts: Iterable[tuple[Span, str]], *, summarise: bool = False) -> tuple[Cut, ...]:
-        """A cut for each of these spans, with its why, of which something may go; no token is in two."""
-        left, found = self.touchable.copy(), list[Cut]()
+    def cuts(
+        self, parts: Iterable[tuple[Span, str]], *, summarise: bool = False, never: Iterable[str] = _NEVER
+    ) -> tuple[Cut, ...]:
+        """A cut for each of these spans, with its why, of which something may go; no token is in two, and none in a
+        span with one of the tags ``never``."""
+        left, found = self._touchable(never), list[Cut]()
         for span, why in parts:
             at = self.at(span)
             at = at[left[at]]
@@ -146,8 +170,32 @@ class View:
     def without(self, cuts: Iterable[Cut]) -> View:
         """The view once these are hidden and have given their cells back."""
         gone = [np.arange(start, stop) for cut in cuts for start, stop in cut.ranges]
-        left = self.visible[~np.isin(self.visible, np.concatenate([np.empty(0, np.int64), *gone]))]
-        return replace(self, visible=left, free=self.free + len(self.visible) - len(left))
+        goes = np.isin(self.visible, np.concatenate([np.empty(0, np.int64), *gone]))
+        freed = np.count_nonzero(~np.isin(self.visible[goes], self.shared))
+        return replace(self, visible=self.visible[~goes], free=self.free + int(freed))
+
+    # -- the last resort ----------------------------------------------------------------------------------------
+
+    def cut_for_need(self) -> tuple[Cut, ...]:
+        """What goes whatever a policy says, until ``need`` cells are free: exchanges, the oldest first; of the one
+        that goes on, the turns between its question and its last turn; at last summaries."""
+        cuts, view = tuple[Cut, ...](), self
+        for turns, never in self._last_resort():
+            if view.free < view.need:
+                why = "without it there is no room for what comes next"
+                more = view.cuts(((turn, why) for turn in turns), never=never)
+                cuts, view = cuts + more, view.without(more)
+        return tuple(replace(cut, beyond=True) for cut in cuts)
+
+    def _last_resort(self) -> Iterable[tuple[list[Span], Iterable[str]]]:
+        """Turns that may go together, in order, and the tags of what stays of them all the same."""
+        old = self.exchanges
+        if not self.opens and old:
+            *old, (*begun, _) = old
+            old += [[turn] for turn in begun if turn is not begun[0] or turn.role != "user"]
+        yield from ((turns, _NEVER) for turns in old)
+        every = self.tagged("turn")
+        yield [t for t in every if "summary" in t.tags and (self.opens or t is not every[-1])], {"pinned"}
 
 
 class Policy(ABC):
@@ -193,6 +241,10 @@ class Chain(Policy):
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.policies))
+
+
+#: Hides nothing of its own accord.
+NONE: Final = Chain(())
 
 
 @dataclass(frozen=True)
@@ -366,20 +418,42 @@ class BlockMarkers(Policy):
         return found
 
 
-def make_room(policy: Policy, view: View) -> tuple[Cut, ...]:
-    """The policy's plan, asked for once, with which ``view.need`` cells are free; what a summary takes is not counted.
+def make_room(policy: Policy, view: View, reserve: int = 0) -> tuple[Cut, ...]:
+    """The policy's plan, so that ``view.need`` cells are free, and ``reserve`` more where that can be.
 
-    Raises ContextFull where they would not be.
+    Where its rule makes too little room, :meth:`View.cut_for_need` says what goes as well; such cuts are ``beyond``.
+    What a summary takes is not counted. Raises ContextFull, with what helps, where all that may go is too little.
     """
-    cuts = policy.plan(view)
-    free = view.free + sum(c.tokens for c in cuts)
-    if free < view.need:
-        raise ContextFull(
-            f"{policy} makes too little room: {count(view.need, 'cell')} needed, {free:,} of {view.cells:,} would be "
-            "free; let less stay (a smaller n, recent or keep, a lower trigger and target), pin less, or open with a "
-            "larger n_ctx"
-        )
-    return cuts
+    more = replace(view, need=view.need + reserve)
+    for wanted in (more, view):
+        cuts = policy.plan(wanted)
+        if wanted.without(cuts).free >= wanted.need:
+            return cuts
+    for wanted in (more, view):
+        cuts = policy.plan(wanted)
+        left = wanted.without(cuts)
+        cuts += left.cut_for_need()
+        left = wanted.without(cuts)
+        if left.free >= left.need:
+            return cuts
+    raise ContextFull(_too_little(left))
+
+
+def _too_little(view: View) -> str:
+    """Why there is no room although all that may go is gone from the view, and the one thing that helps."""
+    short = view.need - view.free
+    pinned = [span for span in view.tagged("pinned") if span.role != "system"]
+    held = view.num_hideable(pinned)
+    room = f"{count(view.need, 'cell')} are needed, and {view.free:,} of {view.cells:,} can be made free"
+    if view.need > view.cells:
+        helps = "send less at once"
+    elif short <= held:
+        return f"{room}: pinned text holds {held:,}; unpin {', '.join(span.name for span in pinned)}"
+    elif short <= view.elsewhere:
+        return f"{room}: other sessions on this engine hold {view.elsewhere:,}; close a fork"
+    else:
+        helps = f"send less at once (at most about {view.free:,} tokens)" if view.free else "begin a new chat"
+    return f"{room}; {helps}, or open with a larger n_ctx, of at least {view.cells + short:,}"
 
 
 def _turn_of(part: Span, spans: Iterable[Span]) -> Span:

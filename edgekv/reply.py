@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import answers
 from ._llama import raise_if_interrupted, uninterrupted
 from .answers import TEXT, Stream
+from .errors import ContextFull
 from .generation import Generation
 from .receipts import Receipt, Timings
 from .turns import Message
@@ -21,8 +22,9 @@ class Reply:
     """Pieces of an answer's text; iterate, or ask for ``text``, ``message``, ``timings``: that finishes it.
 
     It holds nothing while it is not asked for a piece; the chat's next verb ends it where it is, and so does Ctrl-C,
-    with what was said kept. ``finish_reason`` as in :class:`~edgekv.generation.Generation`. ``receipts``: of the edits
-    made meanwhile, to make room or to hide a block.
+    with what was said kept. ``finish_reason`` as in :class:`~edgekv.generation.Generation`; "length", too, where the
+    cache was full and nothing was left to hide, which ``full`` then explains. ``receipts``: of the edits made
+    meanwhile, to make room or to hide a block.
     """
 
     def __init__(self, chat: Chat, generation: Generation) -> None:
@@ -32,6 +34,7 @@ class Reply:
         self._raw, self._checked = "", 0
         self._message: Message | None = None
         self.receipts: list[Receipt] = []
+        self.full = ""
 
     # -- what callers see ---------------------------------------------------------------------------------------
 
@@ -52,7 +55,9 @@ class Reply:
 
     @property
     def finish_reason(self) -> str | None:
-        return self._generation.finish_reason if self.finished else None
+        if not self.finished:
+            return None
+        return "length" if self.full else self._generation.finish_reason
 
     def finish(self) -> Reply:
         """Say all of it."""
@@ -102,6 +107,10 @@ class Reply:
             with uninterrupted():  # a token is in the cache and in the conversation, or in neither
                 self.receipts += self._chat.room_to_go_on(self._generation)
                 self._take(self._generation.step())
+        except ContextFull as err:
+            self.full = str(err)
+            self.close()
+            self._chat.ran_out()
         except BaseException:
             self.close()
             raise

@@ -25,6 +25,7 @@ from .reader import Reader
 from .receipts import Receipt
 from .record import Record
 from .spans import Range, Span, runs
+from .wording import count
 
 R = TypeVar("R")
 
@@ -256,16 +257,24 @@ class Transcript:
     # -- undo ---------------------------------------------------------------------------------------------------
 
     def undo(self) -> Receipt:
-        """The newest edit that was not undone, back. Tokens whose K and V are gone are read again."""
+        """The newest edit that was not undone, back. Tokens whose K and V are gone are evaluated again.
+
+        Where that cannot be done without a shift, nothing changes, and the edit is passed over: the next undo takes the
+        one before it.
+        """
         newest = self.journal.newest()
         if newest is None:
             raise BadState("nothing to undo: no edit of this session is left in its journal")
         edit, former = newest
         try:
             return self._back(edit, former)
-        except MaskUnsupported:
+        except MaskUnsupported as err:
             if not self.restarts:
-                raise
+                self.journal.pass_over()
+                raise MaskUnsupported(
+                    f"the {edit.verb} of {count(edit.tokens, 'token')} cannot be undone: {err}; the next undo takes "
+                    "the edit before it"
+                ) from err
         return self._back_and_recompute(edit, former)
 
     def _back(self, edit: Receipt, former: Former) -> Receipt:
@@ -275,18 +284,20 @@ class Transcript:
         gone, reused = self._gone(former), self._num_reused(plan)
         changed = replace(plan, edited=tuple(runs(self._flags(plan.edited) | self._rows(gone))))
 
+        num_read = 0
+
         def done() -> Receipt:
-            receipt = self._receipt("undo", changed, _ms(began), reused=reused, prefilled=len(gone))
+            receipt = self._receipt("undo", changed, _ms(began), reused=reused, prefilled=num_read)
             return self._undone(edit, former, receipt)
 
         if not len(gone):
             return self._carry_out(plan, done)
         self.reader.check_room(len(gone) - plan.num_freed)
-        before = Former.of(self.ledger, self._rows(rows), ())
+        before = Former.of(self.ledger, np.ones(len(self.ledger), np.bool_), ())
         try:
             if self._changed(plan.after).any():
                 self._carry_out(plan, lambda: None)
-            self._read_back(former, gone)
+            num_read = self._read_back(former, gone)
             return self._carry_out(self.record.plan.back(rows, former.columns), done)  # kept gaps, too
         except BaseException:
             if self.journal.newest() == newest:
@@ -324,15 +335,14 @@ class Transcript:
         had, has = former.columns.in_cells | former.columns.parked, now.in_cells | now.parked
         return rows[had & ~has[rows]]
 
-    def _read_back(self, former: Former, gone: npt.NDArray[np.int64]) -> None:
-        """Read rows that have no cells again, run by run; those that were hidden are hidden at once."""
-        rows = former.rows(self.ledger)
+    def _read_back(self, former: Former, gone: npt.NDArray[np.int64]) -> int:
+        """Evaluate rows that have no cells again, run by run; those that were hidden are hidden at once. Returns how
+        many tokens that took."""
+        rows, began = former.rows(self.ledger), self.record.tally.prefilled
         hidden, missing = self._rows(rows[~former.columns.visible]), self._rows(gone)
-        for part in (*runs(missing & ~hidden), *runs(missing & hidden)):
-            self.reader.arrive(self.record.plan.read_back(part), lambda: None)
-            if hidden[part[0]]:
-                here = np.flatnonzero((rows >= part[0]) & (rows < part[1]))
-                self._carry_out(self.record.plan.back(rows[here], former.columns.take(here)), lambda: None)
+        for part in sorted((*runs(missing & ~hidden), *runs(missing & hidden))):
+            self.reader.arrive(self.record.plan.read_back(part, rows, former.columns), lambda: None)
+        return self.record.tally.prefilled - began
 
     # -- receipts -----------------------------------------------------------------------------------------------
 

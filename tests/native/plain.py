@@ -249,9 +249,16 @@ class Plain:
         self.keep_places(former, before)
         self.free_tail()
         hidden = [i for i in to_read if former[self.tokens[i].uid][0] != State.VISIBLE]
-        for run in (*_runs([i for i in to_read if i not in hidden]), *_runs(hidden)):
+        for run in sorted([*_runs([i for i in to_read if i not in hidden]), *_runs(hidden)]):
             for row in run:
-                self.tokens[row].state, self.tokens[row].reserved = State.VISIBLE, False
+                token = self.tokens[row]
+                token.state, token.reserved, token.replaced = former[token.uid]
+                token.state = State.VISIBLE if row not in hidden or self.can_shift else State.MASKED
+                token.restored |= not self.can_shift  # it may have seen more, on the way to its position
+            if not self.can_shift:
+                for token in self.tokens:
+                    if former.get(token.uid, (State.VISIBLE,))[0] != State.VISIBLE:
+                        token.reserved = former[token.uid][1]
             self.free_tail()
             self.read_again(run)
             for row in run:

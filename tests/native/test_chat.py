@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -409,7 +410,7 @@ def test_a_policy_that_cannot_make_room_says_so(tiny_path: TinyPath) -> None:
     chat = open_chat(tiny_path(), n_ctx=256, policy=policies.keep_turns(2))
     chat.add("user", "Hello!")
     before = chat.session.tokens.tolist()
-    with pytest.raises(ContextFull, match="keep_turns"):
+    with pytest.raises(ContextFull, match="send less at once, or open with a larger n_ctx"):
         chat.add("user", LONG * 20)
     assert chat.session.tokens.tolist() == before
     check(chat)
@@ -682,4 +683,42 @@ def test_attached_documents_stand_between_turns(tiny_path: TinyPath, tmp_path: P
         chat.ask(f"Question {number}?").finish()
         check(chat)
     assert LONG.strip() in chat.session.model.detokenize(chat.session.visible_tokens)
+    chat.session.close()
+
+
+def no_room(*_: object) -> None:
+    raise ContextFull("for this test")
+
+
+def test_a_mask_that_stood_is_told_from_one_that_did_not(tiny_path: TinyPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = open_chat(tiny_path(), then="recompute")
+    for role, content in TALK:
+        chat.add(role, content)
+    room, session = chat._room, chat.session
+    monkeypatch.setattr(session._transcript, "recompute", no_room)
+    (receipt,) = room.hide(range(*session.span("user-1").range), then="recompute")
+    assert receipt.verb == "mask" and receipt is session.last_edit
+    compacted = session.compact()  # a receipt of no edit comes last from now on
+    assert session.history[-1] is compacted
+    monkeypatch.setattr(session._transcript, "mask", no_room)
+    with pytest.raises(ContextFull):  # this mask did not stand, and no other's receipt is taken for its own
+        room.hide(range(*session.span("user-3").range), then="recompute")
+    assert session.last_edit is receipt
+    session.close()
+
+
+def test_undo_passes_over_what_is_not_to_be_undone(tiny_path: TinyPath) -> None:
+    chat = open_chat(tiny_path(), n_ctx=512, policy=policies.hide_oldest())
+    chat.ask("Question?").finish()
+    chat.mask("user-1")
+    while not any(receipt.verb == "evict" for receipt in chat.session.history):
+        chat.ask(f"Question? {LONG}").finish()
+    with pytest.raises(BadState, match="made room"):
+        chat.undo()
+    while chat.session.last_edit is not None:  # each one is taken back, or passed over
+        before = len(chat.session._transcript.journal.edits)
+        with contextlib.suppress(BadState):
+            chat.undo()
+        assert len(chat.session._transcript.journal.edits) < before
+    check(chat)
     chat.session.close()

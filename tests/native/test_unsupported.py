@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgekv import Model, Session, State, errors
+from edgekv import Model, Session, Settings, State, errors, policies
+from edgekv.chat import Chat, Options
 from helpers import EXACT, cells_in_llama, look, some_tokens
 
 TinyPath = Callable[..., Path]
@@ -256,3 +257,83 @@ def test_random_edits_where_nothing_moves(
         if len(session.visible_tokens):
             session.recompute()
             check_restart(session)
+
+
+# -- a chat ----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "mask": lambda chat: chat.mask("user-1"),
+    "unmask": lambda chat: chat.unmask("user-1"),
+    "park": lambda chat: chat.park("user-1"),
+    "evict": lambda chat: chat.evict("user-1"),
+    "summarize": lambda chat: chat.summarize(),
+    "summarize on a fork": lambda chat: chat.summarize(0, kept=False),
+    "set_system": lambda chat: chat.set_system("Be brief."),
+    "attach": lambda chat: chat.attach("no such file"),
+}
+
+
+@pytest.fixture(scope="module", params=["mamba", "lfm2"])
+def talk(request: pytest.FixtureRequest, tiny_path: TinyPath) -> Iterator[Chat]:
+    with Session(tiny_path(request.param), settings=Settings(n_ctx=512, n_threads=1)) as session:
+        chat = Chat(session, system="Be kind.", options=Options(max_tokens=6))
+        for question in ("One?", "Two?", "Three?"):
+            chat.ask(question).finish()
+        yield chat
+
+
+@pytest.mark.parametrize("verb", REFUSED)
+def test_a_chat_that_cannot_mask_asks_first(talk: Chat, verb: str) -> None:
+    """Nothing is generated, evaluated or said; an answer that is open stays so."""
+    before, turns, script, notes = look(talk.session), talk.turns, talk.script, talk.notes
+    with pytest.raises(errors.MaskUnsupported):
+        REFUSED[verb](talk)
+    assert (look(talk.session), talk.turns, talk.script, talk.notes) == (before, turns, script, notes)
+    reply = talk.ask("And on?")
+    next(reply.pieces())
+    with pytest.raises(errors.MaskUnsupported):
+        REFUSED[verb](talk)
+    assert not reply.finished
+    assert reply.finish().message == talk.messages[-1]
+
+
+def test_a_chat_that_cannot_mask_does_what_it_can(talk: Chat) -> None:
+    """Pins, forks and a refused undo leave it as it is, and it talks on."""
+    before = look(talk.session)
+    with pytest.raises(errors.BadState, match="nothing to undo"):
+        talk.undo()
+    talk.pin("user-1")
+    talk.pin("user-1", pinned=False)
+    fork = talk.fork()
+    assert fork.ask("In the fork?").finish().finished
+    fork.session.close()
+    assert look(talk.session) == before
+    with pytest.raises(errors.UsageError, match="no policy"):
+        talk.options = replace(talk.options, policy=policies.summarize_oldest())
+    assert talk.options.policy is None
+
+
+def test_a_chat_without_masks_that_is_full_says_what_helps(tiny_path: TinyPath) -> None:
+    with Session(tiny_path("lfm2"), settings=Settings(n_ctx=256, n_threads=1)) as session:
+        chat = Chat(session, options=Options(max_tokens=4))
+        reply = chat.ask("Tell me more about it, please.").finish()
+        while reply.timings.generated and chat.session.engine.cells_free > 60:
+            chat.ask("Tell me more about it, please.").finish()
+        before = chat.messages
+        with pytest.raises(errors.ContextFull, match="begin a new chat, or open with a larger n_ctx"):
+            chat.ask("Tell me more about it, please. " * 3)
+        assert chat.messages == before
+
+
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_summary_where_masks_are_restarts(tiny_path: TinyPath, kind: str, kept: bool) -> None:
+    settings = Settings(n_ctx=512, n_threads=1)
+    with Session(tiny_path(kind), settings=settings, on_unsupported="recompute") as session:
+        chat = Chat(session, options=Options(max_tokens=4, summary_tokens=6))
+        for question in ("One?", "Two?", "Three?"):
+            chat.ask(question).finish()
+        assert chat.summarize(kept=kept)
+        visible = session.model.detokenize(session.visible_tokens)
+        assert "One?" not in visible and "Three?" in visible and "Summarise" in visible
+        assert chat.ask("And on?").finish().finished

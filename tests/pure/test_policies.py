@@ -464,15 +464,65 @@ def test_a_share_of_numpy_is_written_as_a_number() -> None:
     assert str(hide_oldest(trigger=np.float64(0.5), target=100)) == "hide_oldest(trigger=0.5, target=100)"
 
 
+def beyond(policy: Policy, view: View, reserve: int = 0) -> list[str]:
+    """The names of what goes though the policy does not ask for it."""
+    cuts = make_room(policy, view, reserve)
+    assert cuts[: len(policy.plan(view))] == policy.plan(view) and view.without(cuts).free >= view.need
+    return [cut.name for cut in cuts if cut.beyond]
+
+
+def test_what_goes_when_a_rule_makes_too_little_room() -> None:
+    view = chat(4).view(cells=100, need=50)  # 90 tokens: a system turn of 10, exchanges of 20
+    assert beyond(keep_turns(2), view) == []
+    assert beyond(keep_turns(3), view) == ["user-30", "assistant-40"]
+    assert beyond(clear_thinking(), view) == ["user-10", "assistant-20", "user-30", "assistant-40"]
+    assert beyond(keep_turns(3), dataclasses.replace(view, need=30), reserve=20) == []  # a reserve is a wish
+    assert beyond(keep_turns(1), dataclasses.replace(view, need=80, opens=True)) == ["user-70", "assistant-80"]
+
+
+def test_a_reserve_is_had_where_room_has_to_be_made_anyway() -> None:
+    view = chat(4).view(cells=100, need=15)
+    assert len(make_room(keep_turns(9), view)) == 2
+    assert len(make_room(keep_turns(9), view, 20)) == 4
+    assert len(make_room(keep_turns(9), view, 2000)) == 2
+
+
+def test_of_the_exchange_that_goes_on_the_middle_goes() -> None:
+    view = tools("a b c d").view(cells=100, need=50)  # 10 of the system, 10 of the user, 13 each
+    assert beyond(hide_oldest(), view) == ["tool-20", "tool-33"]
+    with pytest.raises(ContextFull, match=r"68 cells are needed, and 67 of 100 .*at most about 67 tokens"):
+        make_room(hide_oldest(), dataclasses.replace(view, need=68))
+    assert len(beyond(hide_oldest(), dataclasses.replace(view, need=90, opens=True))) == 5
+
+
+def test_a_summary_goes_last() -> None:
+    talk = chat(2)
+    talk.say(USER, 7, tags="summary")
+    talk.say(ASSISTANT, 7, tags="summary")
+    view = dataclasses.replace(talk.view(cells=70, need=40), opens=True)
+    names = ["user-10", "assistant-20", "user-30", "assistant-40"]
+    assert beyond(keep_turns(2), view) == names
+    assert beyond(keep_turns(2), dataclasses.replace(view, need=41)) == [*names, "user-50", "assistant-60"]
+
+
 def test_room_that_cannot_be_made() -> None:
-    view = chat(4).view(cells=100, need=50)
-    assert make_room(keep_turns(2), view) == keep_turns(2).plan(view)
+    """The message names the one thing that helps."""
+    talk = chat(2)
     with pytest.raises(ContextFull) as error:
-        make_room(keep_turns(3), view)
+        make_room(keep_turns(1), talk.view(cells=60, need=51))
     assert str(error.value) == (
-        "keep_turns(3) makes too little room: 50 cells needed, 30 of 100 would be free; let less stay (a smaller n, "
-        "recent or keep, a lower trigger and target), pin less, or open with a larger n_ctx"
+        "51 cells are needed, and 30 of 60 can be made free; send less at once (at most about 30 tokens), or open with "
+        "a larger n_ctx, of at least 81"
     )
+    with pytest.raises(ContextFull, match="; send less at once, or open with a larger n_ctx, of at least 90"):
+        make_room(keep_turns(1), talk.view(cells=60, need=80, hidden=set(range(10, 50))))
+    talk.pin(30, 50)
+    with pytest.raises(ContextFull, match=r"pinned text holds 20; unpin pin-\d+$"):
+        make_room(keep_turns(1), dataclasses.replace(talk.view(cells=60, need=45), opens=True))
+    shared = np.arange(10, 30)
+    view = dataclasses.replace(chat(2).view(cells=60, need=31), opens=True, shared=shared, elsewhere=20)
+    with pytest.raises(ContextFull, match="other sessions on this engine hold 20; close a fork"):
+        make_room(hide_oldest(), view)
 
 
 # -- properties -----------------------------------------------------------------------------------------------------
@@ -587,15 +637,25 @@ def test_composition_is_one_after_the_other(talk: tuple[Talk, View], policies: l
     assert sum(policies[1:], policies[0]).plan(talk[1]) == tuple(cuts)
 
 
-@given(talks(), ANY)
-def test_room_is_made_or_refused(talk: tuple[Talk, View], policy: Policy) -> None:
-    view = talk[1]
+@given(talks(), ANY, st.booleans())
+def test_room_is_made_or_refused(talk: tuple[Talk, View], policy: Policy, opens: bool) -> None:
+    view = dataclasses.replace(talk[1], opens=opens)
+    plan = policy.plan(view)
     try:
         cuts = make_room(policy, view)
     except ContextFull:
-        assert view.without(policy.plan(view)).free < view.need
-    else:
-        assert cuts == policy.plan(view) and view.without(cuts).free >= view.need
+        left = view.without(plan)
+        assert left.without(left.cut_for_need()).free < view.need
+        return
+    assert view.without(cuts).free >= view.need and cuts[: len(plan)] == plan
+    assert all(cut.beyond for cut in cuts[len(plan) :]) and (
+        len(cuts) == len(plan) or view.without(plan).free < view.need
+    )
+    gone = indexes(cuts)
+    assert len(gone) == len(set(gone)) and set(gone) <= set(view.visible.tolist())
+    for span in view.spans:
+        if "pinned" in span.tags or span.role == SYSTEM:
+            assert not set(gone) & set(range(*span.range))
 
 
 @given(ANY | st.builds(block_markers, *(st.text().map(c.__add__) for c in "abcd")))
