@@ -10,7 +10,7 @@ tokens wait while others are read; sessions take the others.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -260,26 +260,6 @@ class Cells:
         if lib.llama_state_set_data(self._ctx, _bytes(blob), size) != size:
             raise AuditFailed("llama.cpp did not take its own state back; open a new session")
         self.peak = self.used
-
-    def in_order(self, sequences: Sequence[int]) -> list[CellRun]:
-        """The cells of some sequences, in the order of the cells, in pieces that are copied one by one.
-
-        llama.cpp has no call for it. But a state begins with what every cell holds: so a buffer that has room for that,
-        and not for K and V, is filled as far as it goes, and refused. Raises AuditFailed where that has changed.
-        """
-        most = 256 + self.used * (8 + self._cell_extra + 4 * self.num_sequences)
-        begin = np.zeros(most, np.uint8)
-        with _llama.unsaid():
-            lib.llama_state_get_data(self._ctx, _bytes(begin), most)
-        runs: list[CellRun] = []
-        for pos, held in state_blob.members(begin, cell_extra=self._cell_extra):
-            for seq in held.intersection(sequences):
-                last = runs[-1] if runs else None
-                if last is not None and last[::2] == (seq, pos) and pos - last.p0 < self._slice:
-                    runs[-1] = last._replace(p1=pos + 1)
-                else:
-                    runs.append(CellRun(seq, pos, pos + 1))
-        return runs
 
     # -- looking --------------------------------------------------------------------------------------------------
 

@@ -46,8 +46,10 @@ class Keeping(Edits):
         whatever happens, a power cut included, the old one or the new one is there. ``progress`` is called with (cells
         copied, cells to copy).
 
-        Cost: K and V are copied out and written; no token is read.
-        Guarantees: :meth:`load` goes on as this session would, which does not change.
+        Cost: K and V are copied out and written; no token is evaluated.
+        Guarantees: nothing of any session changes: the next tokens are evaluated and sampled as without the save.
+        (Where positions have moved since the last evaluation, K is rotated at once; another move before the next
+        evaluation rotates, and so rounds, it a second time.)
         Raises FileError (a folder, no permission, disk full); then the file is as it was.
         """
         with self.engine.busy():
@@ -75,7 +77,9 @@ class Keeping(Edits):
         with (cells copied, cells to copy), or (tokens evaluated, tokens to evaluate) where the file has no K and V.
 
         Cost: K and V are read from the file and copied; no token is evaluated. Without them, every visible token is.
-        Guarantees: exact; greedy generation goes on as it would have.
+        Guarantees: exact, but for the order of the cells, which is that of the text afterwards. So what was only
+        appended and generated goes on bit for bit; after edits logits differ by the noise of cell order, which can turn
+        a greedy choice that is nearly a tie. Loading twice gives the same.
         Raises NotEdgekvFile, DamagedFile, WrongFile (of another model or kind of cache, or a newer format), FileError
         (cannot be opened), ContextFull (more cells than there are), and as Session(); then nothing has changed.
         """

@@ -178,7 +178,7 @@ def check(stored: Stored, manifest: Manifest, model: Model, settings: Settings) 
     if manifest.model.fingerprint != model.fingerprint:
         theirs = f"{Path(manifest.model.path).name} ({manifest.model.fingerprint[:12]})"
         raise WrongFile(
-            f"{stored.path} was written with another model: {theirs}, and this is {model.path.name} "
+            f"{stored.path} is of another model: {theirs}, and this is {model.path.name} "
             f"({model.fingerprint[:12]}); open that one"
         )
     if manifest.session is not None and not manifest.session.kv:

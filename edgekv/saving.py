@@ -7,7 +7,6 @@ and V has the first two only.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from . import manifest, render, snapshot, store
 from ._llama import uninterrupted
 from .columns import CellRun, State
 from .engine import Engine
-from .errors import AuditFailed, ContextFull, TooLarge, WrongFile
+from .errors import ContextFull, WrongFile
 from .history import View
 from .journal import Journal
 from .ledger import Ledger
@@ -73,7 +72,7 @@ def _members_without_kv(transcript: Transcript, beside: Beside) -> Iterator[tupl
 def _members(transcript: Transcript, beside: Beside, progress: Progress) -> Iterator[tuple[str, Content]]:
     record, engine = transcript.record, transcript.engine
     with uninterrupted():
-        record.next.keep_logits()  # copying may decode, see Engine.settle
+        record.next.keep_logits()  # a shift may have to be applied, see Engine.settle
         taken = _snapshot(transcript, beside)
     yield store.MANIFEST, manifest.encode(_describe(transcript, record.ledger))
     yield _SESSION, manifest.encode(taken)
@@ -105,24 +104,6 @@ def _told(items: Iterable[T], pieces: Sequence[Piece], progress: Progress) -> It
         progress(done, total)
 
 
-def _in_order(transcript: Transcript) -> list[CellRun]:
-    """The slices of cells to copy, in the order the cells have, without holes: attention adds up in that order, so a
-    load goes on bit for bit. Where llama.cpp does not tell it any more, in the order of positions."""
-    ledger, engine = transcript.ledger, transcript.engine
-    with contextlib.suppress(TooLarge):  # then its holes stay, and the sums differ by the noise of cell order
-        if engine.has_holes:
-            engine.compact()
-    slices = [part for run in ledger.cell_runs() for part in engine.slices(run)]
-    with contextlib.suppress(AuditFailed):
-        found = engine.in_order((ledger.live, *ledger.archives))
-        return found if _cells_of(found) == _cells_of(slices) else slices
-    return slices
-
-
-def _cells_of(runs: Iterable[CellRun]) -> set[tuple[int, int]]:
-    return {(run.seq, pos) for run in runs for pos in range(run.p0, run.p1)}
-
-
 def _snapshot(transcript: Transcript, beside: Beside) -> Snapshot:
     record, ledger, engine = transcript.record, transcript.ledger, transcript.engine
     held = [(number, engine.parking.get(number)) for number in sorted(ledger.columns.blobs)]
@@ -133,7 +114,7 @@ def _snapshot(transcript: Transcript, beside: Beside) -> Snapshot:
         transcript.journal,
         next_view=record.next.view,
         original=None if record.original is None else record.original[:2],
-        cells=_in_order(transcript) if ledger.has_cells else (),
+        cells=[part for run in ledger.cell_runs() for part in engine.slices(run)] if ledger.has_cells else (),
         blobs=[Piece(number, blob.p0, blob.p1) for number, blob in held],
     )
 
