@@ -17,6 +17,7 @@ import numpy.typing as npt
 from . import _llama, memory
 from ._llama import lib, uninterrupted
 from .batch import Batch, Chunk
+from .capabilities import Capability
 from .cells import MAX_POS, Blob, Cells
 from .columns import CellRun
 from .errors import AuditFailed, BadState, ClosedError, ContextFull, DecodeFailed, NoLogits, TooLarge, UsageError
@@ -369,6 +370,22 @@ class Engine:
                 cells.clear(SCRATCH)
                 raise DecodeFailed(f"llama_decode returned {code} where it was to apply a shift")
             cells.pending_shift = False
+
+    @property
+    def can_copy(self) -> Capability:
+        """Whether cells can be parked, copied for a fork and saved: what this model's memory was seen to do."""
+        with self._open_cells() as cells:
+            return cells.can_copy
+
+    def check_copies(self) -> None:
+        """Raise MaskUnsupported where cells cannot be copied."""
+        with self._open_cells() as cells:
+            cells.check_copy()
+
+    def check_steps(self, steps: Iterable[Step]) -> None:
+        """Raise MaskUnsupported where one of them copies cells and cells cannot be copied."""
+        if any(isinstance(step, Own) for step in steps):
+            self.check_copies()
 
     def copies(self, run: CellRun) -> Iterator[tuple[CellRun, Blob]]:
         """Copies of K and V of these cells, slice by slice; the cells stay."""

@@ -118,6 +118,7 @@ class Keeping(Edits):
         began = time.perf_counter()
         if not self._ledger.has_cells:
             raise MaskUnsupported(self.model.capabilities.park.reason)
+        self.engine.check_copies()
         with Stored(Path(path)) as stored:
             facts = manifest.read(stored, "module")
             opened = modules.read(stored, facts, self._transcript)

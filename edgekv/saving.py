@@ -57,6 +57,8 @@ def save(path: Path, transcript: Transcript, beside: Beside, progress: Progress 
     """Write a session to a file, whole or not at all, with its K and V or without; returns its size in bytes. Raises
     FileError."""
     told = progress or (lambda _done, _all: None)
+    if kv and transcript.ledger.has_cells:
+        transcript.engine.check_copies()
     members = _members(transcript, beside, told) if kv else _members_without_kv(transcript, beside)
     return store.write(path, members, private=True)
 
@@ -235,6 +237,8 @@ def _fill(stored: Stored, facts: Manifest, saved: Snapshot, transcript: Transcri
     original = _logits(stored, _ORIGINAL, saved.original, engine)
     record.spans.fill(saved.spans, saved.span_counter)
     record.tally.fill(saved.tally)
+    if kv and record.ledger.has_cells:
+        engine.check_copies()
     if not kv:
         transcript.reader.progress = progress
         transcript.reader.refill()
