@@ -153,7 +153,8 @@ class Cells:
         """Raise AuditFailed unless a blob holds exactly the positions [p0, p1)."""
         held = state_blob.positions(blob, cell_extra=self._layout.cell_extra)
         wanted = np.arange(p0, p1, dtype=np.int32)
-        if len(held) != self._layout.num_caches or not all(np.array_equal(cache, wanted) for cache in held):
+        matrices = state_blob.matrices(blob, cell_extra=self._layout.cell_extra)
+        if matrices != self._layout.matrices or not all(np.array_equal(cache, wanted) for cache in held):
             raise AuditFailed(f"these K and V are not those of positions [{p0}, {p1})")
 
     def check_blob(self, blob: Blob, p0: int, p1: int) -> None:
@@ -332,10 +333,11 @@ class Cells:
 
 @dataclass(frozen=True)
 class Layout:
-    """How llama.cpp writes the cells of a model: bytes a cell beyond the usual, and how many caches there are."""
+    """How llama.cpp writes the cells of a model: bytes a cell beyond the usual, and of each cache how many matrices of
+    K and V it has."""
 
     cell_extra: int
-    num_caches: int
+    matrices: tuple[int, ...]
 
 
 _layouts: weakref.WeakKeyDictionary[Model, Layout | Capability] = weakref.WeakKeyDictionary()
@@ -399,7 +401,7 @@ def _recognised(blob: Blob) -> tuple[Layout, Blob]:
             why = str(err)
             continue
         if held and all(np.array_equal(cache, wanted) for cache in held):
-            return Layout(extra, len(held)), blob
+            return Layout(extra, state_blob.matrices(blob, cell_extra=extra)), blob
         why = "its positions are others"
     raise AuditFailed(why)
 

@@ -60,6 +60,11 @@ def check_finite_first(blob: Bytes) -> None:
     _check_finite(_Reader(blob, 0).cache(_BEGIN, has_v=True)[0])
 
 
+def matrices(blob: Bytes, *, cell_extra: int = 0) -> tuple[int, ...]:
+    """How many matrices each cache has: fewer where it has no V. Raises AuditFailed as :func:`positions`."""
+    return tuple(len(cache.matrices) for cache in _caches(blob, cell_extra))
+
+
 def same(one: Bytes, other: Bytes, *, cell_extra: int = 0) -> bool:
     """Whether two blobs hold the same positions and the same K and V. Raises AuditFailed as :func:`positions`."""
     pairs = zip(_caches(one, cell_extra), _caches(other, cell_extra), strict=False)
