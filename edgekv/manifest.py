@@ -202,8 +202,8 @@ def check(stored: Stored, manifest: Manifest, model: Model, settings: Settings) 
     if theirs_.state_version != ours.state_version:
         raise WrongFile(
             f"{stored.path} was written with llama-cpp-python {manifest.llama_cpp_python}, which writes K and V in "
-            f"version {theirs_.state_version}, and {_llama_version()} here in version {ours.state_version}; load it with "
-            "that release, or save it there without K and V"
+            f"version {theirs_.state_version}, and {_llama_version()} here in version {ours.state_version}; load it "
+            "with that release, or save it there without K and V"
         )
     if theirs_.turned != ours.turned:
         how = "without" if theirs_.turned else "with"

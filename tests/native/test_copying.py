@@ -121,17 +121,21 @@ def test_a_refused_load_leaves_no_nan_for_others(tiny_path: TinyPath, tmp_path: 
     slices = bytearray(contents["cells/0"])
     slices[-64:] = b"\xff" * 64
     store.write(path, list({**contents, "cells/0": bytes(slices)}.items()))
-    with Model(tiny_path("llama")) as model, Engine(model, settings) as engine, Session(engine) as same:
-        with Session(engine) as other:
-            other.append(some_tokens(30, 2))
-            before = look(other)
-            with pytest.raises(errors.DamagedFile, match="infinite, or none"):
-                Session.load(path, engine)
-            assert look(other) == before
-            other.append(some_tokens(30, 3))
-            assert np.isfinite(other.logits()).all()
-            same.append(np.concatenate([some_tokens(30, 2), some_tokens(30, 3)]))
-            assert np.abs(same.logits() - other.logits()).max() < 1e-2
+    with (
+        Model(tiny_path("llama")) as model,
+        Engine(model, settings) as engine,
+        Session(engine) as other,
+        Session(engine) as same,
+    ):
+        other.append(some_tokens(30, 2))
+        before = look(other)
+        with pytest.raises(errors.DamagedFile, match="infinite, or none"):
+            Session.load(path, engine)
+        assert look(other) == before
+        other.append(some_tokens(30, 3))
+        assert np.isfinite(other.logits()).all()
+        same.append(np.concatenate([some_tokens(30, 2), some_tokens(30, 3)]))
+        assert np.abs(same.logits() - other.logits()).max() < 1e-2
 
 
 def test_k_that_means_something_else_is_refused(
