@@ -7,6 +7,7 @@ answers True to a middle ``seq_rm`` and keeps the text, so its bool is never ask
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -105,15 +106,17 @@ def _turns_whole_heads(header: Mapping[str, Any]) -> bool:
     head = int(header.get(f"{arch}.attention.key_length", _largest(header.get(f"{arch}.embedding_length")) // heads))
     others = ("attention.key_length_swa", "rope.dimension_count", "rope.dimension_count_swa")
     same = all(header.get(f"{arch}.{name}", head) == head for name in others)
-    return same and head % _HADAMARD == 0 and not _is_set("LLAMA_ATTN_ROT_DISABLE")
+    return same and head % _HADAMARD == 0 and not rotation_disabled()
 
 
 def _largest(value: Any) -> int:
     return max((int(v) for v in value), default=0) if isinstance(value, list) else int(value or 0)
 
 
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "0").strip() not in ("", "0")
+def rotation_disabled() -> bool:
+    """Whether llama.cpp is told not to turn quantised K and V; it reads the number that the variable begins with."""
+    number = re.match(r"\s*[+-]?\d+", os.environ.get("LLAMA_ATTN_ROT_DISABLE", ""))
+    return number is not None and int(number[0]) != 0
 
 
 def rescales(arch: str, metadata: Mapping[str, str]) -> bool:

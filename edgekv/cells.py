@@ -10,7 +10,9 @@ tokens wait while others are read; sessions take the others.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -18,6 +20,7 @@ import numpy.typing as npt
 
 from . import _llama, state_blob
 from ._llama import lib
+from .batch import Batch, Chunk
 from .capabilities import Capability
 from .columns import CellRun
 from .errors import AuditFailed, ContextFull, DecodeFailed, MaskUnsupported, UsageError
@@ -29,6 +32,7 @@ from .steps import Move
 MAX_POS: Final = (1 << 31) - 1
 _SLICE_BYTES: Final = 4 * MIB  # of K and V at once outside the cache, so that small boards need little RAM beside it
 Blob: TypeAlias = npt.NDArray[np.uint8]
+_CELL_EXTRA: Final = 12  # bytes of a llama_kv_cell_ext, which some models' cells have
 _ALL: Final = -1  # llama.h: p0 or p1 < 0 is every position
 
 
@@ -128,6 +132,7 @@ class Cells:
                     blob = self.save(SCRATCH)
                 finally:
                     self._leave(part._replace(seq=SCRATCH))
+            self.check_positions(blob, part.p0, part.p1)  # before anybody relies on the copy
             yield part, blob
 
     def slices(self, run: CellRun) -> list[CellRun]:
@@ -144,13 +149,18 @@ class Cells:
         self.load(run.seq, blob, run.p1 - run.p0)
         self.taken(run)
 
-    def check_blob(self, blob: Blob, p0: int, p1: int) -> None:
+    def check_positions(self, blob: Blob, p0: int, p1: int) -> None:
         """Raise AuditFailed unless a blob holds exactly the positions [p0, p1)."""
-        held = state_blob.positions(blob, cell_extra=self._cell_extra)
+        held = state_blob.positions(blob, cell_extra=self._layout.cell_extra)
         wanted = np.arange(p0, p1, dtype=np.int32)
-        num_caches = 2 if self.windowed else 1
-        if len(held) != num_caches or not all(np.array_equal(cache, wanted) for cache in held):
+        matrices = state_blob.matrices(blob, cell_extra=self._layout.cell_extra)
+        if matrices != self._layout.matrices or not all(np.array_equal(cache, wanted) for cache in held):
             raise AuditFailed(f"these K and V are not those of positions [{p0}, {p1})")
+
+    def check_blob(self, blob: Blob, p0: int, p1: int) -> None:
+        """As :meth:`check_positions`, and that every number is finite: what llama.cpp gets to load."""
+        self.check_positions(blob, p0, p1)
+        state_blob.check_finite(blob, cell_extra=self._layout.cell_extra)
 
     def check_state(self, blob: Blob, num_cells: int) -> None:
         """Raise AuditFailed where a whole state has attention cells, and not those of positions [0, num_cells).
@@ -161,22 +171,38 @@ class Cells:
             return
         if not np.array_equal(state_blob.first_positions(blob), np.arange(num_cells)):
             raise AuditFailed(f"this state is not that of {num_cells:,} tokens")
+        state_blob.check_finite_first(blob)
 
     def bounds(self, blob: Blob) -> tuple[int, int]:
         """The first position a blob holds, and the one behind its last."""
-        held = state_blob.positions(blob, cell_extra=self._cell_extra)
+        held = state_blob.positions(blob, cell_extra=self._layout.cell_extra)
         if not held or not len(held[0]):
             raise AuditFailed("these K and V are of no position")
         return int(held[0][0]), int(held[0][-1]) + 1
 
     def cut(self, blob: Blob, p0: int, p1: int) -> Blob:
         """The part of a blob at positions [p0, p1)."""
-        return state_blob.select(blob, p0, p1, cell_extra=self._cell_extra)
+        return state_blob.select(blob, p0, p1, cell_extra=self._layout.cell_extra)
 
     @property
-    def _cell_extra(self) -> int:
-        """Bytes that llama.cpp writes a cell beyond the usual (llama_kv_cell_ext)."""
-        return 12 if self._model.has_mrope else 0
+    def can_copy(self) -> Capability:
+        """Whether cells can be copied out and back, tried out at the first question (milliseconds)."""
+        if not self._model.capabilities.park:
+            return self._model.capabilities.park
+        layout = layout_of(self._model)
+        return layout if isinstance(layout, Capability) else self._model.capabilities.park
+
+    def check_copy(self) -> None:
+        """Raise MaskUnsupported where cells cannot be copied."""
+        if not self.can_copy:
+            raise MaskUnsupported(self.can_copy.reason)
+
+    @property
+    def _layout(self) -> Layout:
+        self.check_copy()
+        layout = layout_of(self._model)
+        assert isinstance(layout, Layout)
+        return layout
 
     def remove(self, run: CellRun) -> None:
         """Take cells out of a sequence for good, and out of the keeper too.
@@ -228,11 +254,7 @@ class Cells:
         """uint8 (n,): the state of a sequence as llama.cpp writes it; no shift may be pending. With a window, what lies
         outside it is left out."""
         self.check_seq(seq)
-        size = lib.llama_state_seq_get_size(self._ctx, seq)
-        blob = np.empty(size, np.uint8)
-        if lib.llama_state_seq_get_data(self._ctx, _bytes(blob), size, seq) != size:
-            raise AuditFailed(f"llama.cpp did not give the state of sequence {seq}")
-        return blob
+        return _saved(self._ctx, seq)
 
     def load(self, seq: int, blob: Blob, num_cells: int) -> None:
         """Put a state of ``num_cells`` tokens that :meth:`save` gave into an empty sequence, into any free cells.
@@ -261,26 +283,6 @@ class Cells:
             raise AuditFailed("llama.cpp did not take its own state back; open a new session")
         self.peak = self.used
 
-    def in_order(self, sequences: Sequence[int]) -> list[CellRun]:
-        """The cells of some sequences, in the order of the cells, in pieces that are copied one by one.
-
-        llama.cpp has no call for it. But a state begins with what every cell holds: so a buffer that has room for that,
-        and not for K and V, is filled as far as it goes, and refused. Raises AuditFailed where that has changed.
-        """
-        most = 256 + self.used * (8 + self._cell_extra + 4 * self.num_sequences)
-        begin = np.zeros(most, np.uint8)
-        with _llama.unsaid():
-            lib.llama_state_get_data(self._ctx, _bytes(begin), most)
-        runs: list[CellRun] = []
-        for pos, held in state_blob.members(begin, cell_extra=self._cell_extra):
-            for seq in held.intersection(sequences):
-                last = runs[-1] if runs else None
-                if last is not None and last[::2] == (seq, pos) and pos - last.p0 < self._slice:
-                    runs[-1] = last._replace(p1=pos + 1)
-                else:
-                    runs.append(CellRun(seq, pos, pos + 1))
-        return runs
-
     # -- looking --------------------------------------------------------------------------------------------------
 
     def positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
@@ -291,7 +293,7 @@ class Cells:
         the second is read in slices, each copied to scratch, where it is the window.
         """
         caches = self._blob_positions(seq)
-        if len(caches) < 2 or seq == SCRATCH:
+        if not self.windowed or len(caches) < 2 or seq == SCRATCH:
             return caches
         width = max(1, self._model.n_swa // 2)
         slices = [self._slice_positions(seq, int(i) * width, width) for i in np.unique(caches[0] // width)]
@@ -305,7 +307,7 @@ class Cells:
             self._leave(CellRun(SCRATCH, p0, p0 + width))
 
     def _blob_positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
-        return state_blob.positions(self.save(seq), cell_extra=self._cell_extra)
+        return state_blob.positions(self.save(seq), cell_extra=self._layout.cell_extra)
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -327,6 +329,90 @@ class Cells:
         self.check_seq(run.seq)
         if not 0 <= run.p0 < run.p1 <= MAX_POS:
             raise UsageError(f"[{run.p0}, {run.p1}) is no range of positions")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How llama.cpp writes the cells of a model: bytes a cell beyond the usual, and of each cache how many matrices of
+    K and V it has."""
+
+    cell_extra: int
+    matrices: tuple[int, ...]
+
+
+_layouts: weakref.WeakKeyDictionary[Model, Layout | Capability] = weakref.WeakKeyDictionary()
+
+
+def layout_of(model: Model) -> Layout | Capability:
+    """How a model's cells are written; why they cannot be copied where edgekv does not understand it. Found out once a
+    model, in a small context of its own: some tokens are evaluated, saved, cut, loaded and saved again."""
+    found = _layouts.get(model)
+    if found is None:
+        try:
+            found = _try_copying(model)
+        except (AuditFailed, DecodeFailed) as err:
+            found = Capability(
+                False,
+                f"edgekv does not know how llama.cpp writes the cells of {model.arch} ({err}): they cannot be parked, "
+                "copied or saved; mask works, and save(kv=False)",
+            )
+        _layouts[model] = found
+    return found
+
+
+_TRIED: Final = 4  # positions
+
+
+def _try_copying(model: Model) -> Layout:
+    """Raises AuditFailed where what comes back is not what was saved, DecodeFailed."""
+    params = lib.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_outputs_max, params.n_seq_max = 256, 32, 32, 2, 2
+    params.kv_unified = params.swa_full = True
+    params.offload_kqv = params.op_offload = False
+    params.n_threads = params.n_threads_batch = 1
+    context = lib.llama_init_from_model(model.ptr, params)
+    if not context:
+        raise DecodeFailed(f"no context to try it in: {_llama.last_messages() or 'no reason given'}")
+    try:
+        memory, batch = lib.llama_get_memory(context), Batch(_TRIED)
+        batch.fill([Chunk(0, 0, np.zeros(_TRIED, np.int32), "none")])
+        if code := lib.llama_decode(context, batch.native):
+            raise DecodeFailed(f"llama_decode returned {code}")
+        layout, blob = _recognised(_saved(context, 0))
+        part = state_blob.select(blob, 1, _TRIED - 1, cell_extra=layout.cell_extra)
+        if lib.llama_state_seq_set_data(context, _bytes(part), len(part), 1) != len(part):
+            raise AuditFailed("a part of what it has written is not taken back")
+        if not state_blob.same(_saved(context, 1), part, cell_extra=layout.cell_extra):
+            raise AuditFailed("what comes back is not what was written")
+        if not lib.llama_memory_seq_rm(memory, 1, -1, -1):
+            raise AuditFailed("what was loaded cannot be removed")
+        return layout
+    finally:
+        lib.llama_free(context)
+
+
+def _recognised(blob: Blob) -> tuple[Layout, Blob]:
+    """The layout under which a blob is that of the positions [0, _TRIED)."""
+    wanted, why = np.arange(_TRIED), ""
+    for extra in (0, _CELL_EXTRA):
+        try:
+            held = state_blob.positions(blob, cell_extra=extra)
+        except AuditFailed as err:
+            why = str(err)
+            continue
+        if held and all(np.array_equal(cache, wanted) for cache in held):
+            return Layout(extra, state_blob.matrices(blob, cell_extra=extra)), blob
+        why = "its positions are others"
+    raise AuditFailed(why)
+
+
+def _saved(context: Any, seq: int) -> Blob:
+    """uint8 (n,): the state of a sequence. Raises AuditFailed."""
+    size = lib.llama_state_seq_get_size(context, seq)
+    blob = np.empty(size, np.uint8)
+    if lib.llama_state_seq_get_data(context, _bytes(blob), size, seq) != size:
+        raise AuditFailed(f"llama.cpp did not give the state of sequence {seq}")
+    return blob
 
 
 def _bytes(blob: Blob) -> Any:

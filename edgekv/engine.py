@@ -18,6 +18,7 @@ import numpy.typing as npt
 from . import _llama, kv_check, memory
 from ._llama import lib, uninterrupted
 from .batch import Batch, Chunk
+from .capabilities import Capability
 from .cells import MAX_POS, Blob, Cells
 from .columns import CellRun
 from .errors import AuditFailed, BadState, ClosedError, ContextFull, DecodeFailed, NoLogits, TooLarge, UsageError
@@ -27,6 +28,8 @@ from .parking import Parking
 from .settings import NUM_RESERVED, SCRATCH, Settings
 from .shares import Shares
 from .steps import Drop, Load, Move, Own, Shift, Step
+
+_NO_SLOT: Final = 1  # llama_decode: not enough cells are free
 
 
 class LogitsHolder(Protocol):
@@ -63,7 +66,7 @@ class Engine:
         self._cell_bytes: Final = model.kv_bytes_per_token(settings.kv_type)
         self._cells = Cells(self._ctx, model, self._num_sequences, self.close_gaps, self._cell_bytes)
         self.num_cells: Final[int] = self._cells.size
-        self.n_batch: Final[int] = lib.llama_n_batch(self._ctx)
+        self.n_batch: Final[int] = lib.llama_n_ubatch(self._ctx)
         self.shares: Final = Shares()
         self.parking: Final = Parking(settings.parked_limit, lambda: settings.spill_folder)
         self.lost = ""  # why no session on this engine can go on
@@ -94,8 +97,9 @@ class Engine:
         _llama.forget_messages()
         params = lib.llama_context_default_params()
         params.n_ctx = memory.cells_for(s.n_ctx)
-        # One micro-batch a decode: a call that fails leaves nothing of itself behind (llama-context.cpp, decode).
-        params.n_batch = params.n_ubatch = min(s.n_batch, params.n_ctx)
+        # One micro-batch a decode: a call that fails leaves nothing of itself behind (llama-context.cpp, decode). Only
+        # settle() asks for more, and is refused.
+        params.n_batch, params.n_ubatch = params.n_ctx, min(s.n_batch, params.n_ctx)
         params.n_seq_max = self._num_sequences
         params.n_outputs_max = self.max_outputs
         params.n_threads = params.n_threads_batch = s.threads
@@ -279,7 +283,7 @@ class Engine:
             raise UsageError(f"sequence {seq} continues at position {newest + 1}, not at {pos}")
 
     def _take_back(self, runs: Sequence[CellRun], code: int) -> None:
-        if code == 1:
+        if code == _NO_SLOT:
             wanted = sum(p1 - p0 for _, p0, p1 in runs)
             raise ContextFull(f"{wanted} tokens need as many cells and llama.cpp has none free")
         if self.model.capabilities.rewind:  # else a state: what it took in cannot be taken out again
@@ -358,17 +362,37 @@ class Engine:
     def settle(self) -> None:
         """Have pending shifts applied: state read before that is corrupt (llama.cpp applies them in llama_decode).
 
-        One token is decoded in scratch and removed. With no cell free the decode is refused, after it has shifted.
+        A decode that asks for as many cells as there are is refused, after it has applied them. So no cell is written,
+        and what is evaluated next comes to the cells that it would have come to.
         """
         with self._open_cells() as cells, uninterrupted():
             if not cells.pending_shift:
                 return
-            try:
-                self.decode([Chunk(SCRATCH, 0, np.zeros(1, np.int32), "none")])
-            except ContextFull:
-                cells.pending_shift = False
-                return
-            cells.drop(CellRun(SCRATCH, 0, 1))
+            self._keep_logits(())
+            batch = Batch(self.num_cells)
+            batch.fill([Chunk(SCRATCH, 0, np.zeros(self.num_cells, np.int32), "none")])
+            with _llama.unsaid():
+                code = lib.llama_decode(self._ctx, batch.native)
+            if code != _NO_SLOT:
+                cells.clear(SCRATCH)
+                raise DecodeFailed(f"llama_decode returned {code} where it was to apply a shift")
+            cells.pending_shift = False
+
+    @property
+    def can_copy(self) -> Capability:
+        """Whether cells can be parked, copied for a fork and saved: what this model's memory was seen to do."""
+        with self._open_cells() as cells:
+            return cells.can_copy
+
+    def check_copies(self) -> None:
+        """Raise MaskUnsupported where cells cannot be copied."""
+        with self._open_cells() as cells:
+            cells.check_copy()
+
+    def check_steps(self, steps: Iterable[Step]) -> None:
+        """Raise MaskUnsupported where one of them copies cells and cells cannot be copied."""
+        if any(isinstance(step, Own) for step in steps):
+            self.check_copies()
 
     def copies(self, run: CellRun) -> Iterator[tuple[CellRun, Blob]]:
         """Copies of K and V of these cells, slice by slice; the cells stay."""
@@ -378,12 +402,6 @@ class Engine:
     def slices(self, run: CellRun) -> list[CellRun]:
         """The pieces :meth:`copies` copies a run in."""
         return self._cells.slices(run)
-
-    def in_order(self, sequences: Sequence[int]) -> list[CellRun]:
-        """The cells of some sequences in the order of the cells, as pieces to copy. Raises AuditFailed."""
-        with self._open_cells() as cells:
-            self.settle()
-            return cells.in_order(sequences)
 
     def state(self, seq: int) -> Blob:
         """The whole state of a sequence, of any kind of memory; with a window without what lies outside it."""

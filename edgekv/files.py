@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
+import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 _PRIVATE: Final = 0o600
-_numbers: Final = itertools.count()
 
 
 def replace(path: Path, content: bytes) -> Path:
@@ -25,22 +31,53 @@ def replace(path: Path, content: bytes) -> Path:
 def writing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A file that is written beside its place, and put there when the block has ended and it is on the disk.
 
-    Whatever fails, what was at ``path`` is still there and nothing is left beside it; what a process left that was
-    killed here goes when the next one writes. ``private``: for the owner's eyes only. Raises OSError.
+    Whatever fails, what was at ``path`` is still there and nothing is left beside it. What a process left that was
+    killed here goes when the next one writes, where the system can tell that nobody writes it any more (flock).
+    ``private``: for the owner's eyes only. Raises OSError.
     """
     path = path.resolve()  # what a link points to is replaced, not the link
     _remove_stale(path)
-    temporary = path.with_name(f"{_begin_of(path)}{os.getpid()}-{next(_numbers)}.tmp")
+    temporary, file = _new_temporary(path, private=private)
     try:
-        with open(temporary, "x+b", opener=_private if private else None) as file:  # no link somebody put there
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            if fcntl is not None:  # the lock is held until nobody can take it for a stale one
+                os.replace(temporary, path)
+        if fcntl is None:  # Windows does not rename an open file
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _new_temporary(path: Path, *, private: bool) -> tuple[Path, BinaryIO]:
+    """A file of a name that no other writer has, on whatever machine it is, locked while it is open."""
+    while True:
+        temporary = path.with_name(f"{_begin_of(path)}{secrets.token_hex(8)}.tmp")
+        file = open(temporary, "x+b", opener=_private if private else None)  # noqa: SIM115
+        try:
+            _lock(file.fileno(), wait=True)
+            if os.fstat(file.fileno()).st_nlink or fcntl is None:
+                return temporary, file
+        except BaseException:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        file.close()  # another writer took it for a stale one before it was locked
+
+
+def _lock(fd: int, *, wait: bool) -> bool:
+    """Whether this process alone holds the file now. Some file systems cannot tell: then nobody does."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return True
+    except OSError:
+        return False
 
 
 def _begin_of(path: Path) -> str:
@@ -56,27 +93,24 @@ def _private(name: str, flags: int) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove what writers of this file left that no longer live."""
-    mine = re.compile(re.escape(_begin_of(path)) + r"(\d{1,18})-\d+\.tmp")
+    """Remove the temporary files of this file that no writer holds."""
+    mine = re.compile(re.escape(_begin_of(path)) + r"[0-9a-f]{16}\.tmp")
     with contextlib.suppress(OSError):
         for entry in list(path.parent.iterdir()):
-            found = mine.fullmatch(entry.name)
-            with contextlib.suppress(OSError):  # a folder of that name, or another writer was faster
-                if found and not _lives(int(found[1]), entry.stat().st_mtime):
-                    entry.unlink()
+            if mine.fullmatch(entry.name):
+                with contextlib.suppress(OSError):  # a folder of that name, or another writer was faster
+                    _remove_unheld(entry)
 
 
-def _lives(pid: int, since: float) -> bool:
-    """Whether the process that wrote at that time is still there; a younger one has only got its number."""
-    import psutil
-
+def _remove_unheld(entry: Path) -> None:
+    if fcntl is None or not stat.S_ISREG(entry.lstat().st_mode):
+        return
+    fd = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since
-    except psutil.AccessDenied:
-        return True
-    except psutil.NoSuchProcess:
-        return False
+        if _lock(fd, wait=False):
+            entry.unlink()
+    finally:
+        os.close(fd)
 
 
 def sync_folder(folder: Path) -> None:

@@ -30,21 +30,31 @@ class Keeping(Edits):
     """See :class:`Session`."""
 
     @verb
-    def save(self, path: str | os.PathLike[str]) -> int:
+    def save(self, path: str | os.PathLike[str], *, kv: bool = True) -> int:
         """Write the whole session to a file; returns its size in bytes.
 
         All of it: tokens, K and V, masks, gaps, parked spans, tags, influence, undo, next logits, ``sampling``,
-        ``memo``. The file is for its owner only (0600), as the text can be read out of it. It is replaced whole:
+        ``memo``.
+
+        kv=False leaves out K and V, which are nearly all of a file: it takes kilobytes. :meth:`load` then evaluates the
+        visible tokens again, first to last, from position 0 on, as a restart would: no token of it is influenced by
+        anything hidden. Masked and parked tokens come back evicted: their text is known, their K and V are not. Undo
+        evaluates what it needs; models that cannot shift positions have nothing to undo after such a load, unless the
+        session was opened with on_unsupported="recompute".
+
+        The file is for its owner only (0600), as the text can be read out of it. It is replaced whole:
         whatever happens, a power cut included, the old one or the new one is there. ``progress`` is called with (cells
         copied, cells to copy).
 
-        Cost: K and V are copied out and written; no token is read.
-        Guarantees: :meth:`load` goes on as this session would, which does not change.
+        Cost: K and V are copied out and written; no token is evaluated.
+        Guarantees: nothing of any session changes: the next tokens are evaluated and sampled as without the save.
+        (Where positions have moved since the last evaluation, K is rotated at once; another move before the next
+        evaluation rotates, and so rounds, it a second time.)
         Raises FileError (a folder, no permission, disk full); then the file is as it was.
         """
         with self.engine.busy():
             beside = saving.Beside(self.sampling, self.memo)
-            return saving.save(Path(path), self._transcript, beside, self.progress)
+            return saving.save(Path(path), self._transcript, beside, self.progress, kv=kv)
 
     @classmethod
     def load(
@@ -63,8 +73,13 @@ class Keeping(Edits):
         ``source`` as in Session(); None takes the model from where it was. The context is opened as it was, unless
         ``settings`` say otherwise. Every byte of the file is checked before llama.cpp sees one.
 
-        Cost: K and V are read from the file and copied; no token is read.
-        Guarantees: exact; greedy generation goes on as it would have.
+        A file without K and V (``save(kv=False)``) may be loaded into a cache of another kind. ``progress`` is called
+        with (cells copied, cells to copy), or (tokens evaluated, tokens to evaluate) where the file has no K and V.
+
+        Cost: K and V are read from the file and copied; no token is evaluated. Without them, every visible token is.
+        Guarantees: exact, but for the order of the cells, which is that of the text afterwards. So what was only
+        appended and generated goes on bit for bit; after edits logits differ by the noise of cell order, which can turn
+        a greedy choice that is nearly a tie. Loading twice gives the same.
         Raises NotEdgekvFile, DamagedFile, WrongFile (of another model or kind of cache, or a newer format), FileError
         (cannot be opened), ContextFull (more cells than there are), and as Session(); then nothing has changed.
         """
@@ -103,6 +118,7 @@ class Keeping(Edits):
         began = time.perf_counter()
         if not self._ledger.has_cells:
             raise MaskUnsupported(self.model.capabilities.park.reason)
+        self.engine.check_copies()
         with Stored(Path(path)) as stored:
             facts = manifest.read(stored, "module")
             opened = modules.read(stored, facts, self._transcript)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 import numpy as np
 
+from . import _llama
+from .capabilities import rotation_disabled
 from .errors import UsageError, WrongFile
 from .store import MANIFEST, Content, Stored
 
@@ -39,17 +41,26 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """What K and V depend on beside the model; RoPE: 0 for the model's own."""
+    """What K and V depend on beside the model; RoPE: 0 for the model's own.
+
+    turned: whether llama.cpp stores quantised K and V turned by a matrix, which LLAMA_ATTN_ROT_DISABLE switches off.
+    state_version: of the layout in which llama.cpp writes the state of a sequence.
+    """
 
     kv_type: str
     flash_attention: bool
     rope_freq_base: float
     rope_freq_scale: float
+    turned: bool
+    state_version: int
 
     @classmethod
     def of(cls, settings: Settings) -> CacheFacts:
+        """Of a context opened with these settings, in this process."""
         s = settings
-        return cls(s.kv_type, s.flash_attention, float(s.rope_freq_base), float(s.rope_freq_scale))
+        turned = s.kv_type.startswith("q") and not rotation_disabled()
+        rope = float(s.rope_freq_base), float(s.rope_freq_scale)
+        return cls(s.kv_type, s.flash_attention, *rope, turned, _llama.lib.LLAMA_STATE_SEQ_VERSION)
 
 
 @dataclass(frozen=True)
@@ -79,12 +90,14 @@ class SpanFacts:
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """``tokens``: how many are in which state; ``cells``: how many cells the session takes."""
+    """``tokens``: how many are in which state; ``cells``: how many cells the session takes; ``kv``: whether K and V are
+    in the file. Without them a load evaluates the visible tokens again."""
 
     context: ContextFacts
     tokens: dict[str, int]
     cells: int
     spans: tuple[SpanFacts, ...]
+    kv: bool = True
 
 
 @dataclass(frozen=True)
@@ -172,18 +185,32 @@ def read(stored: Stored, kind: str = "") -> Manifest:
 
 
 def check(stored: Stored, manifest: Manifest, model: Model, settings: Settings) -> None:
-    """Raise WrongFile, with the reason, unless K and V of the file are those of this model in such a cache."""
+    """Raise WrongFile, with the reason, unless the file is of this model, and its K and V, if any, of such a cache."""
     if manifest.model.fingerprint != model.fingerprint:
         theirs = f"{Path(manifest.model.path).name} ({manifest.model.fingerprint[:12]})"
         raise WrongFile(
-            f"{stored.path} holds K and V of another model: {theirs}, and this is {model.path.name} "
+            f"{stored.path} is of another model: {theirs}, and this is {model.path.name} "
             f"({model.fingerprint[:12]}); open that one"
         )
+    if manifest.session is not None and not manifest.session.kv:
+        return
     theirs_, ours = manifest.cache, CacheFacts.of(settings)
     for name in ("kv_type", "flash_attention", "rope_freq_base", "rope_freq_scale"):
         was, here = getattr(theirs_, name), getattr(ours, name)
         if was != here:
             raise WrongFile(f"{stored.path} was written with {name}={was!r}, here it is {here!r}; open with {was!r}")
+    if theirs_.state_version != ours.state_version:
+        raise WrongFile(
+            f"{stored.path} was written with llama-cpp-python {manifest.llama_cpp_python}, which writes K and V in "
+            f"version {theirs_.state_version}, and {_llama_version()} here in version {ours.state_version}; load it "
+            "with that release, or save it there without K and V"
+        )
+    if theirs_.turned != ours.turned:
+        how = "without" if theirs_.turned else "with"
+        raise WrongFile(
+            f"{stored.path} holds quantised K and V that mean something else here, as LLAMA_ATTN_ROT_DISABLE is not "
+            f"what it was; start this program {how} LLAMA_ATTN_ROT_DISABLE=1"
+        )
 
 
 def encode(value: object) -> Content:

@@ -306,8 +306,10 @@ def _key(header: Mapping[str, Any], name: str, default: int = 0) -> int:
 
 
 def head_sizes(header: Mapping[str, Any]) -> tuple[int, int]:
-    """Elements of one K head and one V head."""
+    """Elements of one K head and one V head; MLA keeps no V (llama_hparams::is_mla)."""
     size = _key(header, "embedding_length") // (_key(header, "attention.head_count") or 1)
+    if _key(header, "attention.key_length_mla") and _key(header, "attention.value_length_mla"):
+        return _key(header, "attention.key_length") or size, 0
     return _key(header, "attention.key_length") or size, _key(header, "attention.value_length") or size
 
 

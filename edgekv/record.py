@@ -83,6 +83,7 @@ class Record:
 
     def apply(self, steps: Sequence[Step]) -> None:
         """The native half of an edit. Its steps were checked by the planner; one that fails breaks the session."""
+        self.engine.check_steps(steps)
         try:
             self.engine.apply(steps)
         except BaseException as err:
@@ -105,6 +106,8 @@ class Record:
         """Copies of the cells a plan parks go to ``folder`` or to host memory, and ``plan.after`` says which blob holds
         them. What the block has not committed is dropped again. Raises FileError, TooLarge."""
         parking = self.engine.parking
+        if plan.parks:
+            self.engine.check_copies()
         if folder is None and plan.parks and self.engine.settings.parked_limit is None:
             self.engine.check_copy(plan.num_parked, "parking in memory")
         try:
@@ -194,7 +197,7 @@ class Record:
                 raise AuditFailed(f"blob {number} holds [{blob.p0}, {blob.p1}), the ledger has others in it")
 
     def _audit_sequence(self, seq: int, wanted: npt.NDArray[np.int32]) -> None:
-        if not self.ledger.has_cells:  # a state, not cells: only where it ends can be told
+        if not (self.ledger.has_cells and self.engine.can_copy):  # only where it ends can be told
             end = int(wanted[-1]) if len(wanted) else -1
             if self.engine.last_position(seq) != end:
                 raise AuditFailed(f"sequence {seq} ends at {self.engine.last_position(seq)}, the ledger says {end}")

@@ -8,6 +8,7 @@ They speak nonsense; but their logits are lively, and depend on every token that
     gemma3      5 layers with a window of 32 positions and 1 full layer          sliding window
     mrope       qwen2vl with rope sections; no BOS, as in the real ones          positions that must not shift
     yarn        llama stretched 4 times by YaRN                                  K that a shift would rescale
+    deepseek2   MLA: a compressed K, and no V                                    cells without V
     mamba       recurrent                                                        nothing can be masked
     lfm2        two convolution layers, two attention layers                     hybrid: nothing can be masked honestly
     encoder     bert: llama_get_memory is NULL; n_ctx_train is at most 512       not generative

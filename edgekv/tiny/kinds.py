@@ -11,7 +11,7 @@ import numpy as np
 
 from edgekv.tiny.gguf import Meta
 from edgekv.tiny.vocab import tokenizer, tokens
-from edgekv.tiny.weights import FEED, HEAD, Weights
+from edgekv.tiny.weights import FEED, HEAD, SHARP, Weights
 
 WINDOW = 32  # positions; small, so that a short test reaches past it
 
@@ -61,6 +61,34 @@ def _yarn(w: Weights) -> Meta:
         "llama.rope.scaling.type": "yarn",
         "llama.rope.scaling.factor": 4.0,
         "llama.rope.scaling.original_context_length": max(1, w.n_ctx // 4),
+    }
+
+
+def _deepseek2(w: Weights) -> Meta:
+    """MLA: the cache keeps a compressed K, of which V is a part, so there is no V. All blocks are dense."""
+    heads, compressed, rope, plain, value = 2, HEAD, HEAD, HEAD, HEAD
+    w.ends(64)
+    for layer in ("blk.0", "blk.1"):
+        w.fill(1.0, 64, f"{layer}.attn_norm.weight", f"{layer}.ffn_norm.weight")
+        w.fill(1.0, HEAD, f"{layer}.attn_q_a_norm.weight", f"{layer}.attn_kv_a_norm.weight")
+        w.matrix(f"{layer}.attn_q_a.weight", 64, HEAD)
+        w.matrix(f"{layer}.attn_q_b.weight", HEAD, heads * (plain + rope), SHARP)
+        w.matrix(f"{layer}.attn_kv_a_mqa.weight", 64, compressed + rope, SHARP)
+        w.matrices(f"{layer}.attn_k_b.weight", heads, plain, compressed)
+        w.matrices(f"{layer}.attn_v_b.weight", heads, compressed, value)
+        w.matrix(f"{layer}.attn_output.weight", heads * value, 64, 2.0)
+        w.feed_forward(layer, 64)
+    return _transformer("deepseek2", 2, 64, n_kv=1) | {
+        "deepseek2.attention.key_length": compressed + rope,
+        "deepseek2.attention.value_length": compressed,
+        "deepseek2.attention.key_length_mla": plain + rope,
+        "deepseek2.attention.value_length_mla": value,
+        "deepseek2.attention.q_lora_rank": HEAD,
+        "deepseek2.attention.kv_lora_rank": compressed,
+        "deepseek2.rope.dimension_count": rope,
+        "deepseek2.leading_dense_block_count": 2,
+        "deepseek2.expert_feed_forward_length": FEED,
+        "deepseek2.expert_shared_count": 0,
     }
 
 
@@ -147,6 +175,7 @@ BUILDERS: dict[str, tuple[str, Callable[[Weights], Meta]]] = {
     "gemma3": ("gemma3", _gemma3),
     "mrope": ("qwen2vl", _mrope),
     "yarn": ("llama", _yarn),
+    "deepseek2": ("deepseek2", _deepseek2),
     "mamba": ("mamba", _mamba),
     "lfm2": ("lfm2", _lfm2),
     "encoder": ("bert", _encoder),

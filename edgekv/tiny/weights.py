@@ -26,6 +26,11 @@ class Weights:
         values = self._random.standard_normal((n_out, n_in)) * (gain / np.sqrt(n_in))
         self.tensors[name] = values.astype(np.float32)
 
+    def matrices(self, name: str, count: int, n_in: int, n_out: int) -> None:
+        """As :meth:`matrix`, ``count`` of them in one tensor, one a head."""
+        values = self._random.standard_normal((count, n_out, n_in)) / np.sqrt(n_in)
+        self.tensors[name] = values.astype(np.float32)
+
     def fill(self, value: float, n: int, *names: str) -> None:
         """Constants of one dimension: norms and biases."""
         for name in names:

@@ -12,7 +12,7 @@ from edgekv import Model, Session, errors
 from edgekv._llama import lib
 from helpers import TEXT, look, open_tiny, some_tokens
 
-ATTENTION = ("llama", "gemma3", "mrope", "yarn")
+ATTENTION = ("llama", "gemma3", "mrope", "yarn", "deepseek2")
 NO_SHIFT = {"mrope": "M-RoPE", "yarn": "YaRN"}
 STATEFUL = {"mamba": "recurrent", "lfm2": "hybrid"}
 KV_TYPES = ("f32", "f16", "q8_0", "q4_0")
@@ -45,7 +45,7 @@ def test_capabilities_and_their_reasons(tiny_path: Callable[..., Path], kind: st
     with Model(tiny_path(kind)) as model:
         told = model.capabilities
     answers = {name: said["ok"] for name, said in told.as_dict().items()}
-    can, shift = kind not in STATEFUL, kind in ("llama", "gemma3")
+    can, shift = kind not in STATEFUL, kind in ("llama", "gemma3", "deepseek2")
     assert answers == {"mask": can, "close_gaps": shift, "park": can, "rewind": can}
     assert all(said["reason"] for said in told.as_dict().values())
     if not shift:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import threading
@@ -45,8 +46,9 @@ def edited(path: Path, **settings: object) -> Session:
 def test_a_load_is_what_was_saved_and_goes_on_alike(
     tiny_path: TinyPath, tmp_path: Path, kind: str, flash_attention: bool
 ) -> None:
+    """But for the order of the cells, which a load does not keep: sums differ by its noise."""
     path = tmp_path / "chat.kvs"
-    with edited(tiny_path(kind), flash_attention=flash_attention) as session:
+    with edited(tiny_path(kind), flash_attention=flash_attention, kv_type="f32") as session:
         assert session.save(path) == path.stat().st_size
         with Session.load(path, n_threads=1) as loaded:
             assert look(loaded) == look(session)
@@ -56,6 +58,21 @@ def test_a_load_is_what_was_saved_and_goes_on_alike(
             assert np.array_equal(columns.pos, now.pos)
             assert np.array_equal(columns.reserved, now.reserved)
             assert loaded.influenced_by("a") == session.influenced_by("a")
+            assert np.array_equal(loaded.logits(), session.logits())
+            assert loaded.generate(40).tokens == session.generate(40).tokens
+            noise = 0.1 if flash_attention else 1e-4
+            assert np.abs(loaded.logits() - session.logits()).max() < noise
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_only_appended_goes_on_bit_for_bit(tiny_path: TinyPath, tmp_path: Path, kind: str) -> None:
+    with open_tiny(tiny_path(kind)) as session:
+        session.append(some_tokens(100, 1))
+        session.generate(20)
+        session.save(tmp_path / "chat.kvs")
+        with Session.load(tmp_path / "chat.kvs", n_threads=1) as loaded:
+            for one in (session, loaded):
+                one.append(some_tokens(20, 2))
             assert np.array_equal(loaded.logits(), session.logits())
             assert loaded.generate(40).tokens == session.generate(40).tokens
             assert np.array_equal(loaded.logits(), session.logits())
@@ -108,7 +125,7 @@ def test_an_empty_session(tiny_path: TinyPath, tmp_path: Path, kind: str) -> Non
 
 
 def test_in_another_process(tiny_path: TinyPath, tmp_path: Path) -> None:
-    with edited(tiny_path("llama")) as session:
+    with edited(tiny_path("llama"), kv_type="f32") as session:
         session.save(tmp_path / "chat.kvs")
         done = python(_GO_ON, tmp_path / "chat.kvs")
         assert json.loads(done.stdout or "null") == session.generate(40).tokens, done.stderr
@@ -123,7 +140,7 @@ with Session.load(sys.argv[1], n_threads=1) as session:
 
 
 def test_a_load_of_a_load(tiny_path: TinyPath, tmp_path: Path) -> None:
-    with edited(tiny_path("gemma3")) as session:
+    with edited(tiny_path("gemma3"), kv_type="f32") as session:
         session.save(tmp_path / "1.kvs")
         with Session.load(tmp_path / "1.kvs", n_threads=1) as loaded:
             loaded.save(tmp_path / "2.kvs")
@@ -272,42 +289,42 @@ def test_from_another_thread_and_beside_a_loop(tiny_path: TinyPath, tmp_path: Pa
             loaded.audit()
 
 
-def test_where_llama_cpp_does_not_tell_the_order_of_cells(
-    tiny_path: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kv_type", "flash_attention"), [("f16", True), ("f16", False), ("q8_0", True)])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "yarn", "mamba", "lfm2"])
+def test_a_save_changes_nothing_that_is_evaluated_next(
+    tiny_path: TinyPath, tmp_path: Path, kind: str, kv_type: str, flash_attention: bool
 ) -> None:
-    """Then the slices are saved in the order of positions."""
-    with edited(tiny_path("llama")) as session:
-
-        def changed(_sequences: object) -> None:
-            raise errors.AuditFailed("laid out otherwise")
-
-        monkeypatch.setattr(session.engine, "in_order", changed)
-        session.save(tmp_path / "chat.kvs")
-        with Session.load(tmp_path / "chat.kvs", n_threads=1) as loaded:
-            assert look(loaded) == look(session)
-
-
-def test_the_order_of_cells_is_kept(tiny_path: TinyPath, tmp_path: Path) -> None:
-    """Attention adds up cell by cell: f16 sums differ where the order does."""
-    with open_tiny(tiny_path("llama")) as session:
-        session.append(some_tokens(200, 1))
-        session.evict((50, 60))
-        session.append(some_tokens(30, 2))  # into the hole, and behind
-        found = session.engine.in_order((session._transcript.record.live,))
-        assert [run.p0 for run in found] != sorted(run.p0 for run in found)
-        session.save(tmp_path / "chat.kvs")
-        with Session.load(tmp_path / "chat.kvs", n_threads=1) as loaded:
-            assert loaded.engine.in_order((loaded._transcript.record.live,)) == [
-                run._replace(seq=loaded._transcript.record.live) for run in found
-            ]
-            session.append(some_tokens(5, 3))
-            loaded.append(some_tokens(5, 3))
-            assert np.array_equal(session.logits(), loaded.logits())
+    """Bit by bit, with holes between the cells, forks, and positions whose shift waits for the next decode."""
+    settings = {"kv_type": kv_type, "flash_attention": flash_attention}
+    random = np.random.RandomState(5)
+    with open_tiny(tiny_path(kind), **settings) as session, open_tiny(tiny_path(kind), **settings) as other:
+        both = (session, other)
+        forks = []
+        for one in both:
+            one.append(some_tokens(150, 1))
+            if kind not in STATES:
+                forks.append(one.fork())
+        for step in range(12):
+            at, length = int(random.randint(5, 100)), int(random.randint(1, 20))
+            new = some_tokens(int(random.randint(1, 12)), step)
+            for one in both:
+                with contextlib.suppress(errors.BadState, errors.MaskUnsupported, errors.UnknownSpan):
+                    one.evict((at, at + length)) if step % 3 else one.mask((at, at + length))
+            session.save(tmp_path / "chat.kvs", kv=bool(step % 4))
+            if step % 2:
+                assert np.array_equal(session.logits(), other.logits())
+            for one in both:
+                one.append(new)
+            assert np.array_equal(session.logits(), other.logits())
+            assert session.generate(2).tokens == other.generate(2).tokens
+        if forks:
+            assert np.array_equal(forks[0].logits(), forks[1].logits())
+        assert look(session) == look(other)
 
 
 def test_states_are_what_the_manifest_says(tiny_path: TinyPath) -> None:
     with edited(tiny_path("llama")) as session:
-        told = saving._describe(session._transcript).session
+        told = saving._describe(session._transcript, session._ledger).session
         assert told is not None
         assert told.tokens["parked"] == session.stats.parked
         assert told.cells == session.stats.cells_used

@@ -348,34 +348,15 @@ def test_nothing_is_written_through_a_link_beside_it(path: Path, monkeypatch: py
 
     precious = path.parent / "precious"
     precious.write_text("mine")
-    monkeypatch.setattr(files, "_numbers", iter([77, 78]))
-    planted = path.with_name(f".file.kv.{os.getpid()}-77.tmp")
+    names = iter(["a" * 16, "b" * 16])
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _size: next(names))
+    planted = path.with_name(f".file.kv.{'a' * 16}.tmp")
     planted.symlink_to(precious)
     with pytest.raises(errors.FileError, match="exists"):
         store.write(path, MEMBERS)
     store.write(path, MEMBERS[:1])
     assert precious.read_text() == "mine"
     assert list(whole(path)) == ["manifest.json"]
-
-
-def left(path: Path, pid: int, *, old: bool = False) -> Path:
-    """A temporary file such as a process leaves that is killed."""
-    at = path.with_name(f".{path.name}.{pid}-{1 if old else 2}.tmp")
-    at.write_bytes(b"half")
-    if old:
-        os.utime(at, (1, 1))
-    return at
-
-
-def test_what_the_dead_left_goes_and_what_the_living_write_stays(path: Path) -> None:
-    dead = int(python("import os; print(os.getpid())").stdout)
-    gone = [left(path, dead), left(path, os.getpid(), old=True), left(path, 10**17)]
-    stay = [left(path, os.getppid()), left(path, os.getpid()), left(path.with_name("other.kv"), dead)]
-    path.with_name(f".{path.name}.{dead}-9.tmp").mkdir()
-    left(path, 9 * 10**30)  # no process has such a number, and none did
-    store.write(path, MEMBERS)
-    assert [p.name for p in gone if p.exists()] == []
-    assert all(p.exists() for p in stay)
 
 
 def test_two_threads_write_one_path(path: Path) -> None:

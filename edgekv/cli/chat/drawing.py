@@ -65,15 +65,15 @@ class Spans:
 
 
 class Cells:
-    """The cells of the cache in their order: filled what the model sees, shaded what is masked, a dot what is free;
-    the colour says whose words they hold."""
+    """The cells in use, in the order of the text: filled what the model sees, shaded what is masked, a dot what is
+    free; the colour says whose words they hold."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._map = session, cell_map(session)
         self._turns = tuple(span for span in session.spans if "turn" in span.tags)
 
     def facts(self) -> dict[str, Any]:
-        """In the order of the cells: runs of (turn, state, cells)."""
+        """In the order of the text: runs of (turn, state, cells)."""
         m = self._map
         names = [self._turns[k].name if k >= 0 else "" for k in m.spans(self._turns)]
         runs: list[dict[str, Any]] = []
