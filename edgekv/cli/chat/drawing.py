@@ -13,18 +13,20 @@ from rich.text import Text
 
 from edgekv import render
 from edgekv.cellmap import cell_map
-from edgekv.wording import count, printable, states
+from edgekv.wording import count, printable, size, states
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from edgekv import Session, Span
+    from edgekv.cli.chat.conversations import Kept
 
 _COLOURS: Final = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _OTHER: Final = "blue"
 _VISIBLE, _MASKED, _FREE, _OTHERS = "█", "▒", "·", "▫"
 _LINES: Final = 8  # that a map takes at most
 _PREVIEW: Final = 60  # columns of a preview at most
+_WIDE: Final = 90  # columns from which a list of conversations has names and models
 _NARROW: Final = 60  # columns below which previews of texts are left out
 
 
@@ -62,6 +64,31 @@ class Spans:
     def _begins(self, span: Span, room: int) -> str:
         text = render.preview(self._session.model, self._session.tokens[span.start : span.stop])
         return text if cell_len(text) <= room else set_cell_size(text, max(1, room - 1)).rstrip() + "…"
+
+
+class Listed:
+    """The conversations that are kept, fitted to the window, and how many they are."""
+
+    def __init__(self, entries: list[Kept], summary: str) -> None:
+        self._entries, self._summary = entries, summary
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._entries:
+            yield _conversations(self._entries, options.max_width)
+        yield Text(self._summary, style="dim")
+
+
+def _conversations(entries: list[Kept], width: int) -> Table:
+    wide = width >= _WIDE
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("", "changed", *(("name", "model") if wide else ()), "turns", "size"):
+        table.add_column(title, justify="right" if title in ("", "turns", "size") else "left", no_wrap=True)
+    table.add_column("begins with", overflow="ellipsis", no_wrap=True)
+    for number, entry in enumerate(entries, 1):
+        more = (entry.name, entry.model) if wide else ()
+        row = (str(number), f"{entry.changed:%Y-%m-%d %H:%M}", *more, f"{entry.turns:,}", size(entry.size))
+        table.add_row(*(Text(printable(cell)) for cell in (*row, entry.problem or entry.begins)))
+    return table
 
 
 class Cells:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import click
 
-from edgekv.cli.output import Update, console, plain, progress, talk
+from edgekv.cli.output import StdinLines, Update, console, plain, progress, talk
 from edgekv.wording import harmless
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Plain:
 
     def __init__(self, *, interactive: bool = False) -> None:
         self._interactive = interactive
-        self._begun = False
+        self._stdin = StdinLines()
 
     def lines(self) -> Generator[str, None, None]:
         block: list[str] | None = None
@@ -78,7 +78,7 @@ class Plain:
     def _read(self, more: bool) -> str:
         if self._interactive:
             click.echo("… " if more else "> ", nl=False, err=True)
-        return sys.stdin.readline() if sys.stdin is not None else ""
+        return self._stdin.next()
 
     def piece(self, kind: str, text: str) -> None:
         if kind == "text":
@@ -126,7 +126,9 @@ class Events(Plain):
 
     @staticmethod
     def _say(event: str, facts: dict[str, Any]) -> None:
-        click.echo(json.dumps(plain({"event": event, **facts}), ensure_ascii=False, allow_nan=False))
+        # where the output is not in UTF-8, escapes that JSON has
+        ascii_only = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"
+        click.echo(json.dumps(plain({"event": event, **facts}), ensure_ascii=ascii_only, allow_nan=False))
 
 
 def _message(line: str) -> str:

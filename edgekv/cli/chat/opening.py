@@ -1,0 +1,106 @@
+"""Opening: how a chat gets its model, its session and its file, from the command line and from /load."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from edgekv import Model, Session, manifest
+from edgekv.chat import Chat, Options
+from edgekv.cli.chat import conversations
+from edgekv.cli.chat.conversations import Autosave
+from edgekv.cli.chat.screen import Screen
+from edgekv.sampling import Sampling
+from edgekv.store import Stored
+from edgekv.wording import decoded
+
+DEFAULT_SAMPLING: Final = Sampling(temperature=0.7, top_p=0.95, min_p=0.05)
+_MOST_CELLS: Final = 4096
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A chat on a session of its own, and the model below it. Whoever holds it closes both."""
+
+    model: Model
+    chat: Chat
+
+    def close(self) -> None:
+        self.chat.session.close()
+        self.model.close()
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The cache of a new session; None: what suits the model."""
+
+    n_ctx: int | None = None
+    kv_type: str | None = None
+    threads: int | None = None
+    memory_budget: str | None = None
+
+
+def new(
+    source: str, cache: Cache, system: str | None, template: Path | None, options: Options, screen: Screen
+) -> Opened:
+    """A chat that begins. Raises as Model, Session and Chat."""
+    text = None if template is None else decoded(template.read_bytes(), str(template))
+    with contextlib.ExitStack() as opening:
+        model = opening.enter_context(Model(source))
+        if cache.memory_budget:
+            room: dict[str, Any] = {"memory_budget": cache.memory_budget}
+        else:
+            room = {"n_ctx": cache.n_ctx or min(_MOST_CELLS, model.n_ctx_train or _MOST_CELLS)}
+        session = opening.enter_context(Session(model, kv_type=cache.kv_type, n_threads=cache.threads, **room))
+        chat = Chat(session, system=system, template=text, options=possible(options, model, screen))
+        session.sampling = DEFAULT_SAMPLING
+        opening.pop_all()
+    return Opened(model, chat)
+
+
+def saved(
+    path: Path,
+    options: Options,
+    screen: Screen,
+    *,
+    named: str | None = None,
+    threads: int | None = None,
+    current: Model | None = None,
+) -> Opened:
+    """The chat that a file holds, on ``current`` where the file is of that model, else on the model it names, or on
+    another file of that model, ``named``. Raises as Session.load and Chat.load; then nothing has changed."""
+    with Stored(path) as stored:
+        wanted = manifest.read(stored, "session").model
+    with contextlib.ExitStack() as opening:
+        if current is not None and current.fingerprint == wanted.fingerprint:
+            model = current
+        else:
+            model = opening.enter_context(Model(named or wanted.path))
+        with screen.progress("loading") as update:
+            session = Session.load(path, model, n_threads=threads, progress=update)
+        opening.enter_context(session)
+        chat = Chat.load(session, options=possible(options, model, screen))
+        opening.pop_all()
+    return Opened(model, chat)
+
+
+def possible(options: Options, model: Model, screen: Screen) -> Options:
+    """The options without a policy where a model can hide nothing."""
+    if options.policy is None or model.capabilities.mask:
+        return options
+    screen.note(f"note: no policy: {model.capabilities.mask.reason}")
+    return replace(options, policy=None)
+
+
+def kept_in(path: Path, kv: bool, load: Callable[[], Opened]) -> tuple[Opened, Autosave]:
+    """What was loaded from a file, and where it is kept from then on: there, if that is a file of the folder, else in a
+    new one, as the file is the user's."""
+    place, before = conversations.folder(), conversations.seen(path)
+    opened = load()
+    mine = place is not None and path.resolve().parent == place.resolve()
+    autosave = Autosave(path, seen=before, kv=kv) if mine else Autosave(kv=kv)
+    autosave.begin_with(opened.chat)
+    return opened, autosave
