@@ -88,7 +88,7 @@ def encoding_of(beginning: bytes) -> str:
 
 
 def decoded(data: bytes, source: str) -> str:
-    """The text of a file or a pipe, with line feeds as line ends and without a byte order mark.
+    """The text of a file or a pipe without its byte order mark; line ends stay as they are.
 
     UTF-8, or UTF-16 or UTF-32 with a byte order mark; other bytes become U+FFFD, with a warning that names
     ``source``. Raises UsageError for data that is no text: UTF-16 without a mark, a picture, a model.
@@ -110,7 +110,7 @@ def decoded(data: bytes, source: str) -> str:
             f"{source} is not text: it holds zero bytes, as binary files do, and UTF-16 without a byte order mark; "
             "convert it to UTF-8 first"
         )
-    return text.replace("\r\n", "\n")
+    return text
 
 
 def num_bytes(size: int | str) -> int:

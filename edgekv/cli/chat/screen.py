@@ -124,11 +124,14 @@ class Events(Plain):
     def error(self, text: str) -> None:
         self._say("error", {"message": text})
 
+    def _say(self, event: str, facts: dict[str, Any]) -> None:
+        click.echo(self.encoded(event, facts))
+
     @staticmethod
-    def _say(event: str, facts: dict[str, Any]) -> None:
-        # where the output is not in UTF-8, escapes that JSON has
+    def encoded(event: str, facts: dict[str, Any]) -> str:
+        """An event as JSON; in ASCII where the output has another encoding than JSON's UTF-8."""
         ascii_only = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"
-        click.echo(json.dumps(plain({"event": event, **facts}), ensure_ascii=ascii_only, allow_nan=False))
+        return json.dumps(plain({"event": event, **facts}), ensure_ascii=ascii_only, allow_nan=False)
 
 
 def _message(line: str) -> str:
