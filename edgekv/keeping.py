@@ -30,11 +30,19 @@ class Keeping(Edits):
     """See :class:`Session`."""
 
     @verb
-    def save(self, path: str | os.PathLike[str]) -> int:
+    def save(self, path: str | os.PathLike[str], *, kv: bool = True) -> int:
         """Write the whole session to a file; returns its size in bytes.
 
         All of it: tokens, K and V, masks, gaps, parked spans, tags, influence, undo, next logits, ``sampling``,
-        ``memo``. The file is for its owner only (0600), as the text can be read out of it. It is replaced whole:
+        ``memo``.
+
+        kv=False leaves out K and V, which are nearly all of a file: it takes kilobytes. :meth:`load` then evaluates the
+        visible tokens again, first to last, from position 0 on, as a restart would: no token of it is influenced by
+        anything hidden. Masked and parked tokens come back evicted: their text is known, their K and V are not. Undo
+        evaluates what it needs; models that cannot shift positions have nothing to undo after such a load, unless the
+        session was opened with on_unsupported="recompute".
+
+        The file is for its owner only (0600), as the text can be read out of it. It is replaced whole:
         whatever happens, a power cut included, the old one or the new one is there. ``progress`` is called with (cells
         copied, cells to copy).
 
@@ -44,7 +52,7 @@ class Keeping(Edits):
         """
         with self.engine.busy():
             beside = saving.Beside(self.sampling, self.memo)
-            return saving.save(Path(path), self._transcript, beside, self.progress)
+            return saving.save(Path(path), self._transcript, beside, self.progress, kv=kv)
 
     @classmethod
     def load(
@@ -63,7 +71,10 @@ class Keeping(Edits):
         ``source`` as in Session(); None takes the model from where it was. The context is opened as it was, unless
         ``settings`` say otherwise. Every byte of the file is checked before llama.cpp sees one.
 
-        Cost: K and V are read from the file and copied; no token is read.
+        A file without K and V (``save(kv=False)``) may be loaded into a cache of another kind. ``progress`` is called
+        with (cells copied, cells to copy), or (tokens evaluated, tokens to evaluate) where the file has no K and V.
+
+        Cost: K and V are read from the file and copied; no token is evaluated. Without them, every visible token is.
         Guarantees: exact; greedy generation goes on as it would have.
         Raises NotEdgekvFile, DamagedFile, WrongFile (of another model or kind of cache, or a newer format), FileError
         (cannot be opened), ContextFull (more cells than there are), and as Session(); then nothing has changed.

@@ -289,6 +289,20 @@ class Ledger:
 
     # -- copies -------------------------------------------------------------------------------------------------
 
+    def without_kv(self) -> Ledger:
+        """A copy as it will be once its visible tokens are evaluated again, first to last, from position 0 on: there
+        are no gaps, and masked and parked tokens are evicted."""
+        other = self.trial()
+        c = other.columns
+        c.state[c.where(State.MASKED) | c.parked] = State.EVICTED
+        c.pos[c.visible] = np.arange(np.count_nonzero(c.visible), dtype=np.int32)
+        c.reserved[:], c.cell[:], c.blob[:] = False, PRIVATE, NO_BLOB
+        other.originals = ()
+        other._follow()
+        other.history = History()
+        other.history.recomputed(runs(c.visible), other.view)
+        return other
+
     def trial(self) -> Ledger:
         """A copy to try things on."""
         other = copy.copy(self)

@@ -79,12 +79,14 @@ class SpanFacts:
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """``tokens``: how many are in which state; ``cells``: how many cells the session takes."""
+    """``tokens``: how many are in which state; ``cells``: how many cells the session takes; ``kv``: whether K and V are
+    in the file. Without them a load evaluates the visible tokens again."""
 
     context: ContextFacts
     tokens: dict[str, int]
     cells: int
     spans: tuple[SpanFacts, ...]
+    kv: bool = True
 
 
 @dataclass(frozen=True)
@@ -172,13 +174,15 @@ def read(stored: Stored, kind: str = "") -> Manifest:
 
 
 def check(stored: Stored, manifest: Manifest, model: Model, settings: Settings) -> None:
-    """Raise WrongFile, with the reason, unless K and V of the file are those of this model in such a cache."""
+    """Raise WrongFile, with the reason, unless the file is of this model, and its K and V, if any, of such a cache."""
     if manifest.model.fingerprint != model.fingerprint:
         theirs = f"{Path(manifest.model.path).name} ({manifest.model.fingerprint[:12]})"
         raise WrongFile(
-            f"{stored.path} holds K and V of another model: {theirs}, and this is {model.path.name} "
+            f"{stored.path} was written with another model: {theirs}, and this is {model.path.name} "
             f"({model.fingerprint[:12]}); open that one"
         )
+    if manifest.session is not None and not manifest.session.kv:
+        return
     theirs_, ours = manifest.cache, CacheFacts.of(settings)
     for name in ("kv_type", "flash_attention", "rope_freq_base", "rope_freq_scale"):
         was, here = getattr(theirs_, name), getattr(ours, name)

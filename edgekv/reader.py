@@ -65,6 +65,14 @@ class Reader:
                         self._drop_read(record.live, start)
                 raise
 
+    def refill(self) -> None:
+        """Evaluate the visible tokens of a ledger that was filled without K and V, from position 0 on. On an error
+        some of them are in cells; the caller abandons the record."""
+        tokens, began = self._ledger.visible_tokens, time.perf_counter()
+        self._num_read, self._num_wanted = 0, len(tokens)
+        self._decode_all(self._record.live, 0, tokens)
+        self._record.tally.read(len(tokens), time.perf_counter() - began)
+
     def read_one(self, token: int) -> int:
         """Read one sampled token, inside the caller's uninterrupted block; returns its index. Raises ContextFull."""
         ledger, record = self._ledger, self._record

@@ -1,7 +1,8 @@
 """Saving: a session into a file, and back. What llama.cpp gets from a file was checked to the last byte before.
 
 Members: manifest.json, session.json (a :class:`~edgekv.snapshot.Snapshot`), logits of the next token, then K and V: a
-member a slice of cells, one a blob of parked tokens; or the whole state where a model has no cells.
+member a slice of cells, one a blob of parked tokens; or the whole state where a model has no cells. A file without K
+and V has the first two only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from ._llama import uninterrupted
 from .columns import CellRun, State
 from .engine import Engine
 from .errors import AuditFailed, ContextFull, TooLarge, WrongFile
+from .history import View
+from .journal import Journal
+from .ledger import Ledger
 from .manifest import ContextFacts, Manifest, SessionFacts, SpanFacts
 from .sampling import Sampling
 from .settings import Settings
@@ -30,7 +34,7 @@ from .transcript import Transcript
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Called with (cells copied, cells to copy).
+#: Called with (cells copied, cells to copy), or (tokens evaluated, tokens to evaluate).
 Progress = Callable[[int, int], None]
 
 _SESSION: Final = "session.json"
@@ -50,9 +54,20 @@ class Beside:
     memo: str
 
 
-def save(path: Path, transcript: Transcript, beside: Beside, progress: Progress | None) -> int:
-    """Write a session to a file, whole or not at all; returns its size in bytes. Raises FileError, TooLarge."""
-    return store.write(path, _members(transcript, beside, progress or (lambda _done, _all: None)), private=True)
+def save(path: Path, transcript: Transcript, beside: Beside, progress: Progress | None, *, kv: bool = True) -> int:
+    """Write a session to a file, whole or not at all, with its K and V or without; returns its size in bytes. Raises
+    FileError."""
+    told = progress or (lambda _done, _all: None)
+    members = _members(transcript, beside, told) if kv else _members_without_kv(transcript, beside)
+    return store.write(path, members, private=True)
+
+
+def _members_without_kv(transcript: Transcript, beside: Beside) -> Iterator[tuple[str, Content]]:
+    ledger, journal = transcript.ledger.without_kv(), transcript.journal
+    if ledger.has_cells and not (ledger.can_shift or transcript.restarts):
+        journal = Journal(journal.receipts)  # text cannot be evaluated back into the middle
+    yield store.MANIFEST, manifest.encode(_describe(transcript, ledger, kv=False))
+    yield _SESSION, manifest.encode(_taken(transcript, beside, ledger, journal))
 
 
 def _members(transcript: Transcript, beside: Beside, progress: Progress) -> Iterator[tuple[str, Content]]:
@@ -60,7 +75,7 @@ def _members(transcript: Transcript, beside: Beside, progress: Progress) -> Iter
     with uninterrupted():
         record.next.keep_logits()  # copying may decode, see Engine.settle
         taken = _snapshot(transcript, beside)
-    yield store.MANIFEST, manifest.encode(_describe(transcript))
+    yield store.MANIFEST, manifest.encode(_describe(transcript, record.ledger))
     yield _SESSION, manifest.encode(taken)
     if taken.next_view is not None:
         yield _NEXT, record.next.array().view(np.uint8)
@@ -111,23 +126,46 @@ def _cells_of(runs: Iterable[CellRun]) -> set[tuple[int, int]]:
 def _snapshot(transcript: Transcript, beside: Beside) -> Snapshot:
     record, ledger, engine = transcript.record, transcript.ledger, transcript.engine
     held = [(number, engine.parking.get(number)) for number in sorted(ledger.columns.blobs)]
-    return snapshot.take(
+    return _taken(
+        transcript,
+        beside,
         ledger,
-        record.spans,
         transcript.journal,
-        tally=record.tally,
         next_view=record.next.view,
         original=None if record.original is None else record.original[:2],
         cells=_in_order(transcript) if ledger.has_cells else (),
         blobs=[Piece(number, blob.p0, blob.p1) for number, blob in held],
+    )
+
+
+def _taken(
+    transcript: Transcript,
+    beside: Beside,
+    ledger: Ledger,
+    journal: Journal,
+    *,
+    next_view: View | None = None,
+    original: tuple[int, View] | None = None,
+    cells: Sequence[CellRun] = (),
+    blobs: Sequence[Piece] = (),
+) -> Snapshot:
+    return snapshot.take(
+        ledger,
+        transcript.spans,
+        journal,
+        tally=transcript.record.tally,
+        next_view=next_view,
+        original=original,
+        cells=cells,
+        blobs=blobs,
         restarts=transcript.restarts,
         sampling=beside.sampling,
         memo=beside.memo,
     )
 
 
-def _describe(transcript: Transcript) -> Manifest:
-    ledger, settings, model = transcript.ledger, transcript.engine.settings, transcript.engine.model
+def _describe(transcript: Transcript, ledger: Ledger, *, kv: bool = True) -> Manifest:
+    settings, model = transcript.engine.settings, transcript.engine.model
     s = settings
     spans = []
     for span in transcript.spans.ordered():
@@ -139,7 +177,7 @@ def _describe(transcript: Transcript) -> Manifest:
             )
         )
     context = ContextFacts(s.n_ctx, s.n_batch, s.n_sessions, s.n_archives, s.parked_limit, s.logits_bytes)
-    facts = SessionFacts(context, _count(ledger.columns.state), ledger.num_cells, tuple(spans))
+    facts = SessionFacts(context, _count(ledger.columns.state), ledger.num_cells, tuple(spans), kv)
     return manifest.describe(model, settings, session=facts)
 
 
@@ -188,7 +226,7 @@ def load(
         with uninterrupted():
             transcript = Transcript(engine, restarts=saved.restarts, journal=journal)
         with stored.held_to():
-            _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
+            _fill(stored, facts, saved, transcript, progress or (lambda _done, _all: None))
         with uninterrupted():
             return finish(transcript, beside)
     except BaseException as err:
@@ -200,10 +238,11 @@ def load(
         raise
 
 
-def _fill(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Progress) -> None:
-    record, engine = transcript.record, transcript.engine
+def _fill(stored: Stored, facts: Manifest, saved: Snapshot, transcript: Transcript, progress: Progress) -> None:
+    assert facts.session is not None
+    record, engine, kv = transcript.record, transcript.engine, facts.session.kv
     _check_archives(stored, saved, transcript)
-    saved.ledger_into(record.ledger, engine.model.n_vocab)
+    saved.ledger_into(record.ledger, engine.model.n_vocab, kv=kv)
     if record.ledger.num_cells > engine.cells_free:
         raise ContextFull(
             f"{stored.path} takes {record.ledger.num_cells:,} cells and {engine.cells_free:,} are free; open it with a "
@@ -215,7 +254,11 @@ def _fill(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Pro
     original = _logits(stored, _ORIGINAL, saved.original, engine)
     record.spans.fill(saved.spans, saved.span_counter)
     record.tally.fill(saved.tally)
-    if record.ledger.has_cells:
+    if not kv:
+        transcript.reader.progress = progress
+        transcript.reader.refill()
+        transcript.reader.progress = None
+    elif record.ledger.has_cells:
         _load_cells(stored, saved, transcript, progress)
     elif record.ledger.num_cells:
         engine.load_state(record.live, stored.read(_STATE), record.ledger.num_cells)

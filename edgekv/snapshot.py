@@ -218,14 +218,15 @@ class Snapshot:
     def __len__(self) -> int:
         return len(self.ids) // 4
 
-    def ledger_into(self, ledger: Ledger, n_vocab: int) -> None:
-        """Fill an empty ledger; blobs keep the numbers of ``blobs``. Raises Contradiction; then it is not to be
-        used."""
+    def ledger_into(self, ledger: Ledger, n_vocab: int, *, kv: bool) -> None:
+        """Fill an empty ledger; blobs keep the numbers of ``blobs``. ``kv``: whether K and V come with it. Raises
+        Contradiction; then the ledger is not to be used."""
         n, sequences = len(self), (ledger.live, *ledger.archives)
         ids, columns = _array(self.ids, np.int32, n), self.table.columns(n, sequences)
         _need(_within(ids, n_vocab), "a token is outside the vocabulary")
         waits = columns.where(State.MASKED) | columns.parked
-        _need(ledger.has_cells or not (waits.any() or self.originals), "a state has no masked or parked tokens")
+        hidden_kv = bool(waits.any() or self.originals)
+        _need((kv and ledger.has_cells) or not hidden_kv, "masked or parked tokens without K and V")
         places = None if self.index_of is None else _array(self.index_of, np.int64, n)
         _need(places is None or np.array_equal(np.sort(places), np.arange(n)), "two tokens have one index")
         _check_sequences(columns, ledger.live)
@@ -241,8 +242,17 @@ class Snapshot:
             ),
             History(self.epochs),
         )
-        if ledger.has_cells:
+        if not kv:
+            self._check_restart(columns)
+        elif ledger.has_cells:
             self._check_cells(ledger, sequences)
+
+    def _check_restart(self, columns: Columns) -> None:
+        """The visible tokens can be evaluated one after another from position 0 on."""
+        pos = columns.pos[columns.visible]
+        _need(np.array_equal(pos, np.arange(len(pos))) and not columns.reserved.any(), "its tokens leave gaps")
+        _need(not self.cells and not self.blobs, "K and V that are not in the file")
+        _need(self.next_view is None and self.original is None, "logits that are not in the file")
 
     def _checked_originals(self, columns: Columns, sequences: Sequence[int]) -> Iterator[SavedOriginal]:
         _need(len({o.row for o in self.originals}) == len(self.originals), "a token has two first readings")

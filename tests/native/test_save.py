@@ -307,7 +307,7 @@ def test_the_order_of_cells_is_kept(tiny_path: TinyPath, tmp_path: Path) -> None
 
 def test_states_are_what_the_manifest_says(tiny_path: TinyPath) -> None:
     with edited(tiny_path("llama")) as session:
-        told = saving._describe(session._transcript).session
+        told = saving._describe(session._transcript, session._ledger).session
         assert told is not None
         assert told.tokens["parked"] == session.stats.parked
         assert told.cells == session.stats.cells_used
