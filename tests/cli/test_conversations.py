@@ -17,6 +17,8 @@ from edgekv import Session
 from edgekv.chat import Chat
 from edgekv.cli.chat import conversations
 from edgekv.cli.chat.conversations import Autosave
+from edgekv.cli.chat.loop import Branch, Loop, State
+from edgekv.cli.chat.screen import Events
 from edgekv.errors import FileError, UsageError
 
 TinyPath = Callable[..., Path]
@@ -169,15 +171,30 @@ def test_one_that_another_is_writing_now(tiny_path: TinyPath, place: Path, edgek
 
 
 def test_a_conversation_that_changed_elsewhere_is_reported(
-    edgekv: Edgekv, tiny_path: TinyPath, place: Path, tmp_path: Path
+    edgekv: Edgekv, tiny_path: TinyPath, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edgekv("chat", tiny_path(), *CHAT, stdin=lines("Begin"))
     (path,) = place.iterdir()
-    copy = tmp_path / "copy.kvs"
-    said = lines(f"/save {copy}", "/fork", f"/load {copy}", f"/save {path}", "More")
-    done = edgekv("chat", "--continue", "--max-tokens", 4, stdin=said)  # the copy is another conversation
+    with continued(path) as (chat, autosave), continued(path) as (elsewhere, other):
+        loop = Loop(State(Events(), None, [Branch(chat, autosave)]))
+        loop.line("/system Be terse.")
+        elsewhere.add("user", "From elsewhere")
+        other.save(elsewhere)  # in a new file, as the first has changed
+        loop.line("/pin user-1")
+        assert autosave.path == path
+        path.write_bytes(b"somebody's")
+        loop.line("/unpin user-1")
+    assert autosave.path != path and path.read_bytes() == b"somebody's"
+    (note,) = events(capsys.readouterr().out, "note")
+    assert f"kept in {autosave.path} from now on: {path} was changed" in note["text"]
+
+
+def test_a_copy_is_another_conversation(edgekv: Edgekv, tiny_path: TinyPath, place: Path, tmp_path: Path) -> None:
+    edgekv("chat", tiny_path(), *CHAT, stdin=lines("Begin"))
+    (path,) = place.iterdir()
+    said = lines(f"/save {tmp_path / 'copy.kvs'}", "/fork", f"/load {tmp_path / 'copy.kvs'}", "More", f"/load {path}")
+    done = edgekv("chat", "--continue", "--max-tokens", 4, stdin=said)
     assert done.code == 0 and said_in(place) == [["Begin"], ["Begin", "More"]]
-    assert "was changed by somebody else" not in done.err
 
 
 def test_a_file_of_the_user_is_never_written_over(
@@ -206,6 +223,21 @@ def test_nothing_to_continue(edgekv: Edgekv) -> None:
     assert done.code == 2 and "nothing to continue" in done.err
     assert edgekv("chat", "--continue", "--load", "1", stdin=b"").code == 2
     assert edgekv("chat", "--continue", "--system", "x", stdin=b"").code == 2
+
+
+def test_small_unless_the_cache_is_wanted(edgekv: Edgekv, tiny_path: TinyPath, place: Path, tmp_path: Path) -> None:
+    """And what was kept with its cache stays so."""
+    said = lines("Hello, and some words more that fill the cache " * 6, "/mask user-1")
+    edgekv("chat", tiny_path(), *CHAT, stdin=said)
+    (small,) = place.iterdir()
+    small = small.rename(tmp_path / "small.kvs")
+    edgekv("chat", tiny_path(), *CHAT, "--autosave-kv", stdin=said)
+    (large,) = place.iterdir()
+    assert small.stat().st_size < large.stat().st_size - 50_000
+    done = edgekv("chat", "--continue", "--max-tokens", 4, "--json", stdin=lines("/unmask user-1", "More", "/stats"))
+    assert done.code == 0 and small.stat().st_size < large.stat().st_size - 50_000
+    done = edgekv("chat", "--load", small, "--json", stdin=lines("/stats", "/unmask user-1"))
+    assert events(done.out, "stats")[0]["evicted"] and events(done.out, "error")
 
 
 # -- the list --------------------------------------------------------------------------------------------------------

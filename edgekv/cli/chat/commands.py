@@ -172,8 +172,8 @@ def _summarize(state: State, rest: str) -> None:
 def _fork(state: State, rest: str) -> None:  # noqa: ARG001
     from edgekv.cli.chat.loop import Branch
 
-    autosave = state.branch.autosave
-    state.branches.append(Branch(state.chat.fork(), autosave and autosave.another()))
+    trunk = state.branch
+    state.branches.append(Branch(trunk.chat.fork(), trunk.autosave and trunk.autosave.another(trunk.chat)))
     state.screen.show("fork", {"depth": len(state.branches) - 1}, "a branch on the same cells; /back returns")
 
 

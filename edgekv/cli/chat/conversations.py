@@ -194,12 +194,14 @@ class Autosave:
         self.kv, self._seen = kv, seen
         self._saved: object = None
 
-    def another(self) -> Autosave:
-        """For another conversation of the same chat."""
-        return Autosave(kv=self.kv)
+    def another(self, chat: Chat) -> Autosave:
+        """For a branch that begins as that chat is: it gets a file once there is something of its own in it."""
+        other = Autosave(kv=self.kv)
+        other.begin_with(chat)
+        return other
 
     def begin_with(self, chat: Chat) -> None:
-        """What is in the chat now stands in the file."""
+        """Nothing is new in the chat as it is now."""
         self._saved = _state(chat)
 
     def wrote(self, path: Path) -> None:

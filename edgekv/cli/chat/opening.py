@@ -23,10 +23,12 @@ _MOST_CELLS: Final = 4096
 
 @dataclass(frozen=True)
 class Opened:
-    """A chat on a session of its own, and the model below it. Whoever holds it closes both."""
+    """A chat on a session of its own, and the model below it. Whoever holds it closes both. ``kv``: whether it came
+    from a file with K and V."""
 
     model: Model
     chat: Chat
+    kv: bool = False
 
     def close(self) -> None:
         self.chat.session.close()
@@ -73,18 +75,18 @@ def saved(
     """The chat that a file holds, on ``current`` where the file is of that model, else on the model it names, or on
     another file of that model, ``named``. Raises as Session.load and Chat.load; then nothing has changed."""
     with Stored(path) as stored:
-        wanted = manifest.read(stored, "session").model
+        facts = manifest.read(stored, "session")
     with contextlib.ExitStack() as opening:
-        if current is not None and current.fingerprint == wanted.fingerprint:
+        if current is not None and current.fingerprint == facts.model.fingerprint:
             model = current
         else:
-            model = opening.enter_context(Model(named or wanted.path))
+            model = opening.enter_context(Model(named or facts.model.path))
         with screen.progress("loading") as update:
             session = Session.load(path, model, n_threads=threads, progress=update)
         opening.enter_context(session)
         chat = Chat.load(session, options=possible(options, model, screen))
         opening.pop_all()
-    return Opened(model, chat)
+    return Opened(model, chat, facts.session is not None and facts.session.kv)
 
 
 def possible(options: Options, model: Model, screen: Screen) -> Options:
@@ -101,6 +103,6 @@ def kept_in(path: Path, kv: bool, load: Callable[[], Opened]) -> tuple[Opened, A
     place, before = conversations.folder(), conversations.seen(path)
     opened = load()
     mine = place is not None and path.resolve().parent == place.resolve()
-    autosave = Autosave(path, seen=before, kv=kv) if mine else Autosave(kv=kv)
+    autosave = Autosave(path, seen=before, kv=kv or opened.kv) if mine else Autosave(kv=kv)
     autosave.begin_with(opened.chat)
     return opened, autosave
