@@ -192,7 +192,9 @@ def _autosave(given: Given, loaded: Path | None) -> Autosave | None:
         return None
     path = Path(given.autosave).expanduser()
     now = conversations.seen(path)
-    if now is not None and (loaded is None or not loaded.samefile(path)):
+    if now is not None and not path.is_file():
+        raise UsageError(f"{path} is a folder or a device; name a file to keep the conversation in")
+    if now is not None and (loaded is None or not loaded.exists() or not loaded.samefile(path)):
         raise UsageError(f"{path} is there already: go on with it (--load {path} as well), or name another file")
     return conversations.Autosave(path, seen=now, kv=given.autosave_kv)
 

@@ -172,8 +172,8 @@ def _summarize(state: State, rest: str) -> None:
 def _fork(state: State, rest: str) -> None:  # noqa: ARG001
     from edgekv.cli.chat.loop import Branch
 
-    trunk = state.branch
-    state.branches.append(Branch(trunk.chat.fork(), trunk.autosave and trunk.autosave.another(trunk.chat)))
+    chat, autosave = state.chat.fork(), state.branch.autosave
+    state.branches.append(Branch(chat, autosave and autosave.another(chat)))
     state.screen.show("fork", {"depth": len(state.branches) - 1}, "a branch on the same cells; /back returns")
 
 
@@ -197,7 +197,7 @@ def _load(state: State, rest: str) -> None:
     if not rest:
         _list(state)
         return
-    path = conversations.find(rest, state.shown)
+    path = conversations.find(rest, state.shown or (conversations.kept() if rest.isdecimal() else []))
     old = state.branch
     threads = old.chat.session.engine.settings.n_threads
 

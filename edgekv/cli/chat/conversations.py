@@ -151,10 +151,17 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def find(word: str, shown: list[Kept]) -> Path:
-    """The file that a word means: its number in a list that was shown, its path, or its name in the folder."""
-    if word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= len(shown):
-        return shown[int(word[:9]) - 1].path
+    """The file that a word means: its number in a list that was shown, its path, or its name in the folder.
+
+    Raises UsageError for a number that is not in the list.
+    """
     path, place = Path(os.path.expanduser(word)), folder()
+    if word.isascii() and word.isdecimal():
+        if 1 <= (number := int(word[:9])) <= len(shown):
+            return shown[number - 1].path
+        if not path.exists():
+            listed = f"they go from 1 to {len(shown)}" if shown else "none is listed"
+            raise UsageError(f"no conversation has the number {word[:9]}: {listed}")
     named = place and place / (word if word.endswith(_ENDING) else f"{word}{_ENDING}")
     with contextlib.suppress(OSError, ValueError):
         if named and not path.exists() and named.parent == place and named.is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -79,15 +79,20 @@ class Listed:
 
 
 def _conversations(entries: list[Kept], width: int) -> Table:
-    wide = width >= _WIDE
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("", "changed", *(("name", "model") if wide else ()), "turns", "size"):
-        table.add_column(title, justify="right" if title in ("", "turns", "size") else "left", no_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2 if width >= _NARROW else 1, 0, 0))
+    table.add_column("#", justify="right", no_wrap=True, min_width=len(str(len(entries))))
+    columns: dict[str, Callable[[Kept], str]] = {"changed": lambda kept: f"{kept.changed:%Y-%m-%d %H:%M}"}
+    if width >= _WIDE:
+        columns |= {"name": lambda kept: kept.name, "model": lambda kept: kept.model}
+    columns |= {"turns": lambda kept: f"{kept.turns:,}", "size": lambda kept: size(kept.size)}
+    if width < _NARROW:
+        columns = {}
+    for title in columns:
+        table.add_column(title, justify="right" if title in ("turns", "size") else "left", no_wrap=True)
     table.add_column("begins with", overflow="ellipsis", no_wrap=True)
-    for number, entry in enumerate(entries, 1):
-        more = (entry.name, entry.model) if wide else ()
-        row = (str(number), f"{entry.changed:%Y-%m-%d %H:%M}", *more, f"{entry.turns:,}", size(entry.size))
-        table.add_row(*(Text(printable(cell)) for cell in (*row, entry.problem or entry.begins)))
+    for number, kept in enumerate(entries, 1):
+        row = (str(number), *(cell(kept) for cell in columns.values()), kept.problem or kept.begins)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 
