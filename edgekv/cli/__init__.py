@@ -121,6 +121,7 @@ def _guarded(run: Callable[[], object]) -> int:
             stream.reconfigure(errors="edgekv")
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
             warnings.showwarning = _note
             result = run()
         if sys.stdout:

@@ -16,12 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from rich.console import Console, RenderableType
 
 from edgekv.chat import Options
-from edgekv.cli.chat import commands, conversations, opening
+from edgekv.cli.chat import commands, opening
 from edgekv.cli.chat.loop import Loop, State
 from edgekv.cli.chat.screen import Events
 
 TinyPath = Callable[..., Path]
-EXAMPLES = int(os.environ.get("X", "15"))
 
 WORDS = st.sampled_from(
     [
@@ -94,11 +93,13 @@ def folder(tiny_path: TinyPath) -> Path:
     """A place with files of other kinds in it."""
     place = Path(tempfile.mkdtemp())
     (place / "text.txt").write_text("no session")
-    opened = opening.new(str(tiny_path("gemma3")), opening.Cache(256, threads=1), None, None, Options(), Script())
-    with contextlib.closing(opened):
-        opened.chat.add("user", "Of another model.")
-        opened.chat.save(place / "other.kvs")
-        opened.chat.session.save(place / "text.kvs")
+    cache = opening.Cache(256, threads=1)
+    opened = opening.new(str(tiny_path("gemma3")), cache, None, None, Options(), opening.Keep(), Script())
+    state = State(Script())
+    state.go_on_with(opened)
+    with contextlib.closing(state):
+        state.chat.add("user", "Of another model.")
+        state.chat.save(place / "other.kvs")
     return place
 
 
@@ -122,22 +123,17 @@ def drive(state: State, lines: list[str]) -> None:
 
 @pytest.mark.parametrize(("kind", "loaded"), [("llama", False), ("llama", True), ("mamba", False)])
 def test_lines(tiny_path: TinyPath, kind: str, loaded: bool) -> None:
-    @settings(max_examples=EXAMPLES, derandomize=EXAMPLES < 50, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(LINES, min_size=1, max_size=14), st.sampled_from(["none", "hide_oldest", "keep_turns(2)"]))
     def run(lines: list[str], policy: str) -> None:
         state = State(Script())
         options = Options(policy=commands.read_policy(policy), max_tokens=6, summary_tokens=8)
         if loaded:
-            path = Path("other.kvs")
-            opened, autosave = opening.kept_in(
-                path, False, lambda: opening.saved(path, options, state.screen, threads=1)
-            )
+            opened = opening.saved(Path("other.kvs"), options, opening.Keep(), state.screen, threads=1)
         else:
             cache = opening.Cache(256, threads=1)
-            opened = opening.new(str(tiny_path(kind)), cache, "Be brief.", None, options, state.screen)
-            autosave = conversations.Autosave()
-        state.go_on_with(opened, autosave)
-        model = state.model
+            opened = opening.new(str(tiny_path(kind)), cache, "Be brief.", None, options, opening.Keep(), state.screen)
+        state.go_on_with(opened)
         with contextlib.closing(state):
             drive(state, ["Hello!", *lines, "Still there?"])
             model = state.model

@@ -236,6 +236,10 @@ def test_small_unless_the_cache_is_wanted(edgekv: Edgekv, tiny_path: TinyPath, p
     assert small.stat().st_size < large.stat().st_size - 50_000
     done = edgekv("chat", "--continue", "--max-tokens", 4, "--json", stdin=lines("/unmask user-1", "More", "/stats"))
     assert done.code == 0 and small.stat().st_size < large.stat().st_size - 50_000
+    mine = tmp_path / "mine.kvs"
+    mine.write_bytes(large.read_bytes())
+    done = edgekv("chat", "--load", mine, "--autosave", mine, "--max-tokens", 4, stdin=lines("More"))
+    assert done.code == 0 and small.stat().st_size < mine.stat().st_size - 50_000
     done = edgekv("chat", "--load", small, "--json", stdin=lines("/stats", "/unmask user-1"))
     assert events(done.out, "stats")[0]["evicted"] and events(done.out, "error")
 

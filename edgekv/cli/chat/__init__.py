@@ -15,7 +15,6 @@ from edgekv.memory import KV_BLOCKS
 
 if TYPE_CHECKING:
     from edgekv.chat import Options
-    from edgekv.cli.chat.conversations import Autosave
     from edgekv.cli.chat.loop import State
 
 _HELP = """Talk with a model, offline, for as long as you like.
@@ -75,7 +74,7 @@ class Given:
 @click.option("--attach", "attached", multiple=True, metavar="FILE", help="A KV module (edgekv prefill) to begin with.")
 @click.option("--continue", "go_on", is_flag=True, help="Go on with the newest conversation.")
 @click.option("--load", "load_from", metavar="FILE|NUMBER", help="Go on with a saved conversation; see --list.")
-@click.option("--list", "list_kept", is_flag=True, help="List the conversations that are kept, and end.")
+@click.option("--list", "list_kept", is_flag=True, help="List the conversations that are kept, and exit.")
 @click.option("--policy", default="hide_oldest", show_default=True, help="What to hide as it grows; none.")
 @click.option(
     "--spill",
@@ -146,23 +145,18 @@ def _options(given: Given) -> Options:
 
 def _open(given: Given, options: Options, state: State) -> None:
     """Put the chat that the command line asks for into the state, which owns it from then on."""
-    from edgekv.cli.chat import conversations, opening
+    from edgekv.cli.chat import opening
 
     path = _to_load(given)
-    chosen = _autosave(given, path)
+    keep = opening.Keep(_file_to_keep_in(given, path), given.autosave_kv)
     if path is None:
         cache = opening.Cache(given.n_ctx, given.kv_type, given.threads, given.memory_budget)
-        opened = opening.new(given.model, cache, given.system, given.template, options, state.screen)
-        autosave = conversations.Autosave(kv=given.autosave_kv)
+        opened = opening.new(given.model, cache, given.system, given.template, options, keep, state.screen)
     else:
         source = click.get_current_context().get_parameter_source("model")
         named = given.model if source is not click.core.ParameterSource.DEFAULT else None
-        opened, autosave = opening.kept_in(
-            path,
-            given.autosave_kv,
-            lambda: opening.saved(path, options, state.screen, named=named, threads=given.threads),
-        )
-    state.go_on_with(opened, None if given.no_autosave else chosen or autosave)
+        opened = opening.saved(path, options, keep, state.screen, named=named, threads=given.threads)
+    state.go_on_with(replace(opened, autosave=None) if given.no_autosave else opened)
     changes = {"temperature": given.temperature, "seed": given.seed}
     given_ones: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     state.chat.session.sampling = replace(state.chat.session.sampling, **given_ones)
@@ -184,19 +178,19 @@ def _to_load(given: Given) -> Path | None:
     return newest.path
 
 
-def _autosave(given: Given, loaded: Path | None) -> Autosave | None:
+def _file_to_keep_in(given: Given, loaded: Path | None) -> Path | None:
     """The file that --autosave names. Raises UsageError where it holds something else than what was loaded."""
     from edgekv.cli.chat import conversations
 
     if given.autosave is None:
         return None
     path = Path(given.autosave).expanduser()
-    now = conversations.seen(path)
-    if now is not None and not path.is_file():
+    taken = conversations.seen(path) is not None
+    if taken and not path.is_file():
         raise UsageError(f"{path} is a folder or a device; name a file to keep the conversation in")
-    if now is not None and (loaded is None or not loaded.exists() or not loaded.samefile(path)):
+    if taken and (loaded is None or not loaded.exists() or not loaded.samefile(path)):
         raise UsageError(f"{path} is there already: go on with it (--load {path} as well), or name another file")
-    return conversations.Autosave(path, seen=now, kv=given.autosave_kv)
+    return path
 
 
 def _greet(state: State, given: Given) -> None:

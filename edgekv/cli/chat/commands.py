@@ -198,18 +198,14 @@ def _load(state: State, rest: str) -> None:
         _list(state)
         return
     path = conversations.find(rest, state.shown or (conversations.kept() if rest.isdecimal() else []))
-    old = state.branch
-    threads = old.chat.session.engine.settings.n_threads
-
-    def load() -> opening.Opened:
-        return opening.saved(path, old.chat.options, state.screen, threads=threads, current=state.model)
-
-    opened, autosave = opening.kept_in(path, old.autosave is not None and old.autosave.kv, load)
-    state.go_on_with(opened, None if old.autosave is None else autosave)
-    said = (
-        f"{path}: {count(len(opened.chat.turns), 'turn')}, {count(opened.chat.session.stats.visible, 'token')} visible"
-    )
-    state.screen.show("loaded", {"path": str(path), "turns": len(opened.chat.turns)}, said)
+    chat, autosave = state.chat, state.branch.autosave
+    keep = opening.Keep(kv=autosave is not None and autosave.kv)
+    threads = chat.session.engine.settings.n_threads
+    opened = opening.saved(path, chat.options, keep, state.screen, threads=threads, current=state.model)
+    state.go_on_with(opened if autosave is not None else replace(opened, autosave=None))
+    turns, visible = len(opened.chat.turns), opened.chat.session.stats.visible
+    said = f"{path}: {count(turns, 'turn')}, {count(visible, 'token')} visible"
+    state.screen.show("loaded", {"path": str(path), "turns": turns}, said)
 
 
 def _list(state: State) -> None:

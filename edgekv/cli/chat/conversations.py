@@ -49,6 +49,12 @@ def folder() -> Path | None:
     return state and state / "conversations"
 
 
+def is_mine(path: Path) -> bool:
+    """Whether a file lies in the folder."""
+    place = folder()
+    return place is not None and path.resolve().parent == place.resolve()
+
+
 # -- what there is ---------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +86,7 @@ def paths() -> list[Path]:
     """The files of the folder, the newest first. An empty one was reserved by a chat that did not come to write it."""
     found: list[tuple[int, str, Path]] = []
     with contextlib.suppress(OSError):
-        for path in (folder() or Path()).glob(f"*{_ENDING}") if folder() else ():
+        for path in place.glob(f"*{_ENDING}") if (place := folder()) else ():
             with contextlib.suppress(OSError):  # it has gone meanwhile
                 stat = path.stat()
                 if stat.st_size and path.is_file():
@@ -259,7 +265,9 @@ def _fresh() -> Path:
     """A new file in the folder, which nobody else can have."""
     place = folder()
     if place is None:
-        raise UsageError("there is no home folder here to keep conversations in; name a file: /save FILE")
+        raise UsageError(
+            "there is no home folder here to keep conversations in; name a file: --autosave FILE, or /save FILE"
+        )
     place.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
     while not _reserve(path := place / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}{_ENDING}"):
         pass

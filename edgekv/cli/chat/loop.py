@@ -52,15 +52,15 @@ class State:
     def chat(self) -> Chat:
         return self.branch.chat
 
-    def go_on_with(self, opened: Opened, autosave: Autosave | None) -> None:
+    def go_on_with(self, opened: Opened) -> None:
         """Take another chat in the place of what is open, which is closed."""
         with uninterrupted():
-            if opened.model is self.model:
-                self.model = None  # it stays open
-            self.close()
-            self.model, self.branches = opened.model, [Branch(opened.chat, autosave)]
+            old = State(self.screen, None if opened.model is self.model else self.model, self.branches)
+            self.model, self.branches = opened.model, [Branch(opened.chat, opened.autosave)]
+            old.close()
 
     def close(self) -> None:
+        """Close the sessions, then the model."""
         while self.branches:
             self.branches.pop().chat.session.close()
         if self.model is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,16 +22,19 @@ _MOST_CELLS: Final = 4096
 
 @dataclass(frozen=True)
 class Opened:
-    """A chat on a session of its own, and the model below it. Whoever holds it closes both. ``kv``: whether it came
-    from a file with K and V."""
+    """A chat on a session of its own, the model below it, and where it is kept. Whoever takes it closes them."""
 
     model: Model
     chat: Chat
-    kv: bool = False
+    autosave: Autosave | None
 
-    def close(self) -> None:
-        self.chat.session.close()
-        self.model.close()
+
+@dataclass(frozen=True)
+class Keep:
+    """Where a conversation is to be kept: in ``file``, else in the folder, with K and V or without."""
+
+    file: Path | None = None
+    kv: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Cache:
 
 
 def new(
-    source: str, cache: Cache, system: str | None, template: Path | None, options: Options, screen: Screen
+    source: str, cache: Cache, system: str | None, template: Path | None, options: Options, keep: Keep, screen: Screen
 ) -> Opened:
     """A chat that begins. Raises as Model, Session and Chat."""
     text = None if template is None else decoded(template.read_bytes(), str(template))
@@ -60,12 +62,13 @@ def new(
         chat = Chat(session, system=system, template=text, options=possible(options, model, screen))
         session.sampling = DEFAULT_SAMPLING
         opening.pop_all()
-    return Opened(model, chat)
+    return Opened(model, chat, Autosave(keep.file, kv=keep.kv))
 
 
 def saved(
     path: Path,
     options: Options,
+    keep: Keep,
     screen: Screen,
     *,
     named: str | None = None,
@@ -73,7 +76,12 @@ def saved(
     current: Model | None = None,
 ) -> Opened:
     """The chat that a file holds, on ``current`` where the file is of that model, else on the model it names, or on
-    another file of that model, ``named``. Raises as Session.load and Chat.load; then nothing has changed."""
+    another file of that model, ``named``. Raises as Session.load and Chat.load; then nothing has changed.
+
+    It is kept in the same file if that lies in the folder, else in a new one, as the file is the user's.
+    """
+    file = keep.file or (path if conversations.is_mine(path) else None)
+    before = None if file is None else conversations.seen(file)  # what comes later is not in the chat
     with Stored(path) as stored:
         facts = manifest.read(stored, "session")
     with contextlib.ExitStack() as opening:
@@ -85,8 +93,13 @@ def saved(
             session = Session.load(path, model, n_threads=threads, progress=update)
         opening.enter_context(session)
         chat = Chat.load(session, options=possible(options, model, screen))
+        same = file is not None and before is not None and file.samefile(path)
+        had_kv = facts.session is not None and facts.session.kv
+        autosave = Autosave(file, seen=before, kv=keep.kv or (same and had_kv))
+        if file is None or same:
+            autosave.begin_with(chat)
         opening.pop_all()
-    return Opened(model, chat, facts.session is not None and facts.session.kv)
+    return Opened(model, chat, autosave)
 
 
 def possible(options: Options, model: Model, screen: Screen) -> Options:
@@ -95,14 +108,3 @@ def possible(options: Options, model: Model, screen: Screen) -> Options:
         return options
     screen.note(f"note: no policy: {model.capabilities.mask.reason}")
     return replace(options, policy=None)
-
-
-def kept_in(path: Path, kv: bool, load: Callable[[], Opened]) -> tuple[Opened, Autosave]:
-    """What was loaded from a file, and where it is kept from then on: there, if that is a file of the folder, else in a
-    new one, as the file is the user's."""
-    place, before = conversations.folder(), conversations.seen(path)
-    opened = load()
-    mine = place is not None and path.resolve().parent == place.resolve()
-    autosave = Autosave(path, seen=before, kv=kv or opened.kv) if mine else Autosave(kv=kv)
-    autosave.begin_with(opened.chat)
-    return opened, autosave
