@@ -85,6 +85,7 @@ class Script(Events):
 
     def _say(self, event: str, facts: dict[str, Any]) -> None:  # type: ignore[override]
         self.encoded(event, facts).encode()
+        assert "still use" not in facts.get("message", "")  # what is replaced is closed, in the right order
         self.events.append(event)
 
 
