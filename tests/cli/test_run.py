@@ -263,7 +263,7 @@ def test_bytes_that_are_no_text(edgekv: Edgekv, tiny_path: TinyPath, tmp_path: P
     """One wrong byte is U+FFFD, with a note; a binary file is refused."""
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 ol\xe9")
     done = edgekv("run", "-m", tiny_path("llama"), "--part", f"a={tmp_path / 'latin.txt'}", "--json")
-    assert done.code == 0 and json.loads(done.out)["parts"][0]["tokens"] == len("caf\ufffd ol\ufffd".encode())
+    assert done.code == 0 and json.loads(done.out)["parts"][-1]["tokens"] == len("caf\ufffd ol\ufffd".encode())
     assert f"note: {tmp_path / 'latin.txt'} is not UTF-8 text: byte 3 is 0xe9" in done.err
     done = edgekv("run", "-m", tiny_path("llama"), "--part", "a=-", stdin=b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR")
     assert (done.code, done.out) == (2, "") and "standard input is not text" in done.err
@@ -273,7 +273,7 @@ def test_bytes_that_are_no_text(edgekv: Edgekv, tiny_path: TinyPath, tmp_path: P
 def test_a_file_as_windows_writes_it(edgekv: Edgekv, tiny_path: TinyPath, tmp_path: Path, encoding: str) -> None:
     (tmp_path / "a.txt").write_bytes("grün ☃".encode(encoding))
     done = edgekv("run", "-m", tiny_path("llama"), "--part", f"a={tmp_path / 'a.txt'}", "--json")
-    assert json.loads(done.out)["parts"][0]["tokens"] == len("grün ☃".encode()) and not done.err
+    assert json.loads(done.out)["parts"][-1]["tokens"] == len("grün ☃".encode()) and not done.err
 
 
 def test_arguments_that_are_no_utf_8(edgekv: Edgekv, tiny_path: TinyPath) -> None:
@@ -281,7 +281,7 @@ def test_arguments_that_are_no_utf_8(edgekv: Edgekv, tiny_path: TinyPath) -> Non
     done = edgekv(*args)
     told = json.loads(done.out)
     assert done.code == 0 and told["question"] == "\ufffd?"
-    assert told["parts"][0]["tokens"] == len("caf\ufffd".encode())
+    assert told["parts"][-1]["tokens"] == len("caf\ufffd".encode())
 
 
 def test_force_masks_the_first_tokens(edgekv: Edgekv, three: list[object], length: Length) -> None:
