@@ -307,11 +307,11 @@ class Chat(Conversation):
         other._following, other._room = self._following.fork(session), self._room.fork(session)
         return other
 
-    def save(self, path: str | os.PathLike[str]) -> int:
+    def save(self, path: str | os.PathLike[str], *, kv: bool = True) -> int:
         """As Session.save, with the messages; :meth:`load` goes on from there. Options are not kept."""
         self._end_reply()
         self.session.memo = memos.write(self._following, self._room.hidden, self._count)
-        return self.session.save(path)
+        return self.session.save(path, kv=kv)
 
     @classmethod
     def load(cls, session: Session, *, options: Options = Options()) -> Chat:

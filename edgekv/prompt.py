@@ -22,7 +22,7 @@ from .ledger import Ledger
 from .planner import Planner
 from .receipts import Timings
 from .spans import Span, SpanTable
-from .wording import count
+from .wording import count, decoded
 
 if TYPE_CHECKING:
     from .model import Model, TokenArray
@@ -49,9 +49,9 @@ class Part:
 
 
 def load(specs: Iterable[str], stdin: Callable[[], bytes]) -> list[Part]:
-    """The texts that ``NAME=FILE`` (or ``NAME=-`` for what ``stdin`` reads) name, in order, as UTF-8.
+    """The texts that ``NAME=FILE`` (or ``NAME=-`` for what ``stdin`` reads) name, in order.
 
-    Raises UsageError for a specification that makes no sense or bytes that are no text, OSError for the file.
+    Raises UsageError for a specification that makes no sense or data that is no text, OSError for the file.
     """
     pairs = [_split(spec) for spec in specs]
     if [source for _, source in pairs].count("-") > 1:
@@ -61,8 +61,11 @@ def load(specs: Iterable[str], stdin: Callable[[], bytes]) -> list[Part]:
 
 
 def text_of(source: str, stdin: Callable[[], bytes]) -> str:
-    """The text in a file, or, for "-", what ``stdin`` reads, as UTF-8. Raises UsageError, OSError."""
-    return _decode(stdin() if source == "-" else Path(source).read_bytes(), source)
+    """The text in a file, or, for "-", in what ``stdin`` returns; see :func:`edgekv.wording.decoded`.
+
+    Raises UsageError, OSError.
+    """
+    return decoded(stdin(), "standard input") if source == "-" else decoded(Path(source).read_bytes(), source)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -81,16 +84,6 @@ def _split(spec: str) -> tuple[str, str]:
     if not (name and equals and source):
         raise UsageError(f"a part is NAME=FILE (or NAME=- for standard input), not {spec!r}")
     return name, source
-
-
-def _decode(data: bytes, source: str) -> str:
-    try:
-        return data.decode("utf-8-sig")  # a byte order mark is no part of the text
-    except UnicodeDecodeError as err:
-        where = "standard input" if source == "-" else source
-        raise UsageError(
-            f"{where} is not UTF-8 text: byte {err.start:,} is 0x{data[err.start]:02x}; convert it first"
-        ) from err
 
 
 # -- tokens ---------------------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import operator
 import re
 import unicodedata
+import warnings
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Final
+from typing import Any, Final
 
 from .errors import UsageError
 
@@ -66,6 +68,65 @@ def well_formed(text: str) -> str:
     if not any("\ud800" <= c <= "\udfff" for c in text):
         return str.__str__(text)  # an enumeration's member, say, is its text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def mended(text: str) -> str:
+    """A text from an argument, a terminal or a JSON string without lone surrogates, which have no UTF-8: bytes that
+    Python has escaped in them are decoded, surrogate pairs are joined, and what is left is U+FFFD."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:
+        return well_formed(text)
+
+
+def mended_json(value: Any) -> Any:
+    """A value from JSON, whose texts may hold lone surrogates, with all of them :func:`mended`."""
+    if isinstance(value, str):
+        return mended(value)
+    if isinstance(value, dict):
+        return {mended(key): mended_json(item) for key, item in value.items()}
+    return [mended_json(item) for item in value] if isinstance(value, list) else value
+
+
+#: Byte order marks and what they announce; the longer ones first, as UTF-32's begins as UTF-16's does.
+_MARKS: Final = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def encoding_of(beginning: bytes) -> str:
+    """The encoding that a byte order mark announces; UTF-8 where there is none."""
+    return next((name for mark, name in _MARKS if beginning.startswith(mark)), "utf-8")
+
+
+def decoded(data: bytes, source: str) -> str:
+    """The text of a file or a pipe without its byte order mark; line ends stay as they are.
+
+    UTF-8, or UTF-16 or UTF-32 with a byte order mark; other bytes become U+FFFD, with a warning that names
+    ``source``. Raises UsageError for data that is no text: UTF-16 without a mark, a picture, a model.
+    """
+    encoding = encoding_of(data)
+    try:
+        text = data.decode(encoding)
+        binary = encoding == "utf-8" and data.count(0) * 8 > len(data)
+    except UnicodeDecodeError as err:
+        text, binary = data.decode(encoding, "replace"), encoding.startswith("utf-8") and 0 in data
+        if not binary:
+            at, name = err.start, encoding.upper().removesuffix("-SIG")
+            byte = f"0x{data[at]:02x}" if at < len(data) else "missing"
+            warnings.warn(
+                f"{source} is not {name} text: byte {at:,} is {byte}; such bytes are replaced by U+FFFD", stacklevel=2
+            )
+    if binary:
+        raise UsageError(
+            f"{source} is not text: it holds zero bytes, as binary files do, and UTF-16 without a byte order mark; "
+            "convert it to UTF-8 first"
+        )
+    return text
 
 
 def num_bytes(size: int | str) -> int:

@@ -7,14 +7,16 @@ import llama_cpp, numpy or rich: ``edgekv --help`` answers at once, and works wh
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import difflib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -113,11 +115,15 @@ def main() -> None:
 
 def _guarded(run: Callable[[], object]) -> int:
     """The exit code of ``run``; what it raised is said on stderr first."""
+    codecs.register_error("edgekv", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a narrow encoding costs a character, not the answer
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="edgekv")
     try:
-        result = run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _note
+            result = run()
         if sys.stdout:
             sys.stdout.flush()  # here, where a closed pipe or a full disk can still be answered
         return result if isinstance(result, int) else 0
@@ -129,6 +135,26 @@ def _guarded(run: Callable[[], object]) -> int:
             traceback.print_exc()
         _say(exc)
         return code
+
+
+#: What stands for characters of our own tables and sentences where the encoding has none of them.
+_ASCII: Final = {"·": "-", "…": "...", "█": "#", "▒": "%", "▫": "o", "—": "-", "–": "-", "→": "->", "×": "x", "±": "+-"}
+
+
+def _in_ascii(err: UnicodeError) -> tuple[str, int]:
+    """An error handler for output: signs of ours become ASCII ones, other characters their escapes."""
+    if not isinstance(err, UnicodeEncodeError):
+        raise err
+    if (sign := _ASCII.get(err.object[err.start])) is not None:
+        return sign, err.start + 1
+    err.end = err.start + 1
+    return codecs.backslashreplace_errors(err)  # type: ignore[return-value]
+
+
+def _note(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning, as a note on stderr."""
+    with contextlib.suppress(OSError):
+        click.echo(f"note: {message}", err=True)
 
 
 def _exit_code(exc: BaseException) -> int:

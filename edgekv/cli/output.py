@@ -5,6 +5,7 @@ rich is imported by the functions that draw, not at the top: a command that prin
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import json
@@ -15,14 +16,14 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from edgekv.catalog import DEFAULT, entries
 from edgekv.errors import UsageError
-from edgekv.wording import printable, size
+from edgekv.wording import encoding_of, mended, printable, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,6 +68,30 @@ def stdin_bytes() -> bytes:
     return sys.stdin.buffer.read()
 
 
+class StdinLines:
+    """Standard input, line by line as it comes: UTF-8, or what a byte order mark announces; other bytes are U+FFFD."""
+
+    def __init__(self) -> None:
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._text = ""
+        self._ended = False
+
+    def next(self) -> str:
+        """The next line with its line feed; the last may have none, and after it comes ""."""
+        while "\n" not in self._text and not self._ended:
+            data = b"" if sys.stdin is None else _bytes_of_stdin().readline()
+            if self._decoder is None:
+                self._decoder = codecs.getincrementaldecoder(encoding_of(data))("replace")
+            self._text += self._decoder.decode(data, final=not data)
+            self._ended = not data
+        line, found, self._text = self._text.partition("\n")
+        return line + found
+
+
+def _bytes_of_stdin() -> BinaryIO:
+    return sys.stdin.buffer
+
+
 def print_json(obj: object) -> None:
     """One JSON value and a newline on stdout. NaN and infinities become null; dataclasses and paths work."""
     click.echo(json.dumps(plain(obj), indent=2, allow_nan=False))
@@ -76,16 +101,18 @@ def plain(obj: Any) -> Any:
     """``obj`` in the types JSON has. Raises TypeError where there is no honest way."""
     if isinstance(obj, float):
         return float(obj) if math.isfinite(obj) else None
-    if obj is None or isinstance(obj, (str, int)):
+    if obj is None or isinstance(obj, int):
         return obj
+    if isinstance(obj, str):
+        return mended(obj)
     if isinstance(obj, dict):
-        return {str(key): plain(value) for key, value in obj.items()}
+        return {mended(str(key)): plain(value) for key, value in obj.items()}
     if isinstance(obj, (list, tuple)):
         return [plain(value) for value in obj]
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return {field.name: plain(getattr(obj, field.name)) for field in dataclasses.fields(obj)}
     if isinstance(obj, os.PathLike):
-        return os.fspath(obj)
+        return plain(os.fspath(obj))
     if hasattr(obj, "tolist"):  # numpy's scalars and arrays, without importing numpy
         return plain(obj.tolist())
     raise TypeError(f"{type(obj).__name__} has no JSON form")
@@ -208,6 +235,15 @@ def complete_model(_ctx: click.Context, _param: click.Parameter, incomplete: str
     """For shell completion: the names of the manifest, then files."""
     names = [CompletionItem(entry.name) for entry in entries() if entry.name.startswith(incomplete)]
     return [*names, CompletionItem(incomplete, type="file")]
+
+
+class Words(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """A text for a model, from an argument that may be no UTF-8."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002
+        return mended(str(value))
 
 
 _MODEL_HELP = "A model known by name (see: edgekv models list) or the path of a GGUF file."

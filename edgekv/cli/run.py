@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgekv.cli.output import console, json_option, model_option, print_json, progress, stdin_bytes, talk
+from edgekv.cli.output import Words, console, json_option, model_option, print_json, progress, stdin_bytes, talk
 from edgekv.errors import MaskUnsupported, PinnedTokens, UsageError
 from edgekv.memory import KV_BLOCKS
 from edgekv.wording import count
@@ -62,10 +62,10 @@ class Options:
 @click.command(help=_HELP)
 @model_option
 @click.option("--part", "parts", multiple=True, metavar="NAME=FILE", help="A part: its name and file, - for stdin.")
-@click.option("--system", metavar="TEXT", help='A first part called "system", given here.')
+@click.option("--system", type=Words(), metavar="TEXT", help='A first part called "system", given here.')
 @click.option("--mask", "masks", multiple=True, metavar="NAME", help='Hide this part (or a pattern: "log*").')
 @click.option("--force", is_flag=True, help="Mask even the first tokens, on which most models lean.")
-@click.option("--ask", metavar="TEXT", help="The question, read behind the mask.")
+@click.option("--ask", type=Words(), metavar="TEXT", help="The question, evaluated after the mask.")
 @click.option("--keep-gap", is_flag=True, help="Leave the masked positions empty instead of closing up.")
 @click.option(
     "--then",

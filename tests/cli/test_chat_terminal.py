@@ -99,7 +99,7 @@ def test_a_conversation(chat: Open) -> None:
     window.enter("And on?")
     seen = window.until("read again: 0", times=2)
     assert "> Hello!" in seen and "> And on?" in seen
-    assert "visible" in window.text().splitlines()[-1]  # the status line
+    assert "visible" in window.until("visible").splitlines()[-1]  # the status line
     window.keys("C-d")
     window.until("ended 0")
 

@@ -57,7 +57,7 @@ def test_prefill_json_and_standard_input(edgekv: Edgekv, tiny_path: TinyPath, tm
         (["nosuch.txt"], 1, "nosuch.txt"),
         ([""], 2, "is no file to read"),
         (["/"], 2, "is no file to read"),
-        (["{binary}"], 2, "not UTF-8"),
+        (["{binary}"], 2, "is not text"),
         (["{empty}"], 2, "no token"),
         (["{text}", "-o", "{folder}"], 1, "is a folder"),
         (["{text}", "-o", "{folder}/not/there.kv"], 1, "No such file"),
@@ -71,7 +71,7 @@ def test_prefill_json_and_standard_input(edgekv: Edgekv, tiny_path: TinyPath, tm
 def test_prefill_refuses(
     edgekv: Edgekv, tiny_path: TinyPath, text: Path, tmp_path: Path, args: list[str], code: int, said: str
 ) -> None:
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "binary").write_bytes(b"\x7fELF\x02\x00\x00\xff\x00")
     (tmp_path / "empty").write_bytes(b"")
     before = sorted(tmp_path.iterdir())
     paths = {name: tmp_path / name for name in ("binary", "empty")}

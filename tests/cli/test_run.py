@@ -261,12 +261,28 @@ def test_mistakes(edgekv: Edgekv, tiny_path: TinyPath, args: list[str], code: in
 
 
 def test_bytes_that_are_no_text(edgekv: Edgekv, tiny_path: TinyPath, tmp_path: Path) -> None:
+    """One wrong byte is U+FFFD, with a note; a binary file is refused."""
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 ol\xe9")
-    done = edgekv("run", "-m", tiny_path("llama"), "--part", f"a={tmp_path / 'latin.txt'}")
-    assert (done.code, done.out) == (2, "")
-    assert f"{tmp_path / 'latin.txt'} is not UTF-8 text: byte 3 is 0xe9" in done.err
-    done = edgekv("run", "-m", tiny_path("llama"), "--part", "a=-", stdin=b"\xff\xfe")
-    assert "standard input is not UTF-8 text: byte 0 is 0xff" in done.err
+    done = edgekv("run", "-m", tiny_path("llama"), "--part", f"a={tmp_path / 'latin.txt'}", "--json")
+    assert done.code == 0 and json.loads(done.out)["parts"][-1]["tokens"] == len("caf\ufffd ol\ufffd".encode())
+    assert f"note: {tmp_path / 'latin.txt'} is not UTF-8 text: byte 3 is 0xe9" in done.err
+    done = edgekv("run", "-m", tiny_path("llama"), "--part", "a=-", stdin=b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR")
+    assert (done.code, done.out) == (2, "") and "standard input is not text" in done.err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_a_file_as_windows_writes_it(edgekv: Edgekv, tiny_path: TinyPath, tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("grün ☃".encode(encoding))
+    done = edgekv("run", "-m", tiny_path("llama"), "--part", f"a={tmp_path / 'a.txt'}", "--json")
+    assert json.loads(done.out)["parts"][-1]["tokens"] == len("grün ☃".encode()) and not done.err
+
+
+def test_arguments_that_are_no_utf_8(edgekv: Edgekv, tiny_path: TinyPath) -> None:
+    args = ("run", "-m", tiny_path("llama"), "--system", "caf\udce9", "--ask", "\ud83d?", "--max-tokens", 1, "--json")
+    done = edgekv(*args)
+    told = json.loads(done.out)
+    assert done.code == 0 and told["question"] == "\ufffd?"
+    assert told["parts"][-1]["tokens"] == len("caf\ufffd".encode())
 
 
 def test_force_masks_the_first_tokens(edgekv: Edgekv, three: list[object], length: Length) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgekv.cli.output import model_argument
+from edgekv.cli.output import Words, console, model_argument, print_json
 from edgekv.errors import UsageError
 from edgekv.memory import KV_BLOCKS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from edgekv import Session
-    from edgekv.chat import Chat, Options
+    from edgekv.chat import Options
+    from edgekv.cli.chat.loop import State
 
 _HELP = """Talk with a model, offline, for as long as you like.
 
@@ -38,7 +36,6 @@ _HELP = """Talk with a model, offline, for as long as you like.
     Without a terminal each line is a message, or several between two lines of three quotes. Exits with 1 if an error
     was said.
     """
-_MOST_CELLS = 4096
 
 
 @dataclass(frozen=True)
@@ -60,20 +57,24 @@ class Given:
     kv_type: str | None
     threads: int | None
     memory_budget: str | None
+    go_on: bool
     autosave: str | None
+    autosave_kv: bool
     no_autosave: bool
 
 
 @click.command(help=_HELP)
 @model_argument
-@click.option("--system", metavar="TEXT", help="The system text.")
+@click.option("--system", type=Words(), metavar="TEXT", help="The system text.")
 @click.option(
     "--template",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A chat template (Jinja) in place of the model's own.",
 )
 @click.option("--attach", "attached", multiple=True, metavar="FILE", help="A KV module (edgekv prefill) to begin with.")
-@click.option("--load", "load_from", metavar="FILE", help="Go on with a saved conversation.")
+@click.option("--continue", "go_on", is_flag=True, help="Go on with the newest conversation.")
+@click.option("--load", "load_from", metavar="FILE|NUMBER", help="Go on with a saved conversation; see --list.")
+@click.option("--list", "list_kept", is_flag=True, help="List the conversations that are kept, and exit.")
 @click.option("--policy", default="hide_oldest", show_default=True, help="What to hide as it grows; none.")
 @click.option(
     "--spill",
@@ -96,36 +97,42 @@ class Given:
 @click.option("--kv-type", type=click.Choice(list(KV_BLOCKS)), help="Of the cache.  [default: f16]")
 @click.option("--threads", type=click.IntRange(1), help="[default: the physical cores]")
 @click.option("--memory-budget", metavar="SIZE", help='Size the cache so that the process stays below, "512MiB".')
-@click.option("--autosave", metavar="FILE", help="Where the conversation is saved after each answer.")
-@click.option("--no-autosave", is_flag=True, help="Save only when told to.")
+@click.option("--autosave", metavar="FILE", help="Keep the conversation there.  [default: a file in the state folder]")
+@click.option("--autosave-kv", is_flag=True, help="Keep the KV cache with it: large, but nothing is prefilled on load.")
+@click.option("--no-autosave", is_flag=True, help="Keep nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print events, one JSON object a line.")
-def chat(as_json: bool, **values: Any) -> int:
+def chat(as_json: bool, list_kept: bool, **values: Any) -> int:
+    if list_kept:
+        _list(as_json)
+        return 0
     from edgekv.cli.chat import commands, loop, screen
 
     given = Given(**values)
     _check(given)
     options = _options(given)  # refused before a model is opened
-    with contextlib.ExitStack() as stack:
-        state = loop.State([], None)  # type: ignore[arg-type]
-        look = screen.Look(
-            complete=lambda text: commands.complete(state, text),
-            status=lambda width: loop.status(state, width),
-            prompt=lambda: loop.prompt(state),
-        )
-        state.screen = screen.open_screen(look, as_json=as_json)
-        state.branches.append(stack.enter_context(_opened(given, options, state)))
-        stack.callback(_close_forks, state)
+    look = screen.Look(
+        complete=lambda text: commands.complete(state, text),
+        status=lambda width: loop.status(state, width),
+        prompt=lambda: loop.prompt(state),
+    )
+    state = loop.State(screen.open_screen(look, as_json=as_json))
+    with contextlib.closing(state):
+        _open(given, options, state)
         _greet(state, given)
         return loop.Loop(state).run()
 
 
 def _check(given: Given) -> None:
     brought = (given.system, given.template, given.attached, given.n_ctx, given.memory_budget, given.kv_type)
-    if given.load_from and any(brought):
-        raise UsageError("--load brings its own system text, template and cache; give only what else is to change")
+    if given.load_from is not None and given.go_on:
+        raise UsageError("--continue goes on with the newest conversation, --load with another: choose one")
+    if (given.load_from is not None or given.go_on) and any(brought):
+        raise UsageError(
+            "a saved conversation brings its own system text, template and cache; give only what else is to change"
+        )
     if given.memory_budget and given.n_ctx:
         raise UsageError("--memory-budget chooses the cells; leave --n-ctx out")
-    if given.autosave and given.no_autosave:
+    if (given.autosave or given.autosave_kv) and given.no_autosave:
         raise UsageError("--autosave and --no-autosave contradict each other")
 
 
@@ -136,64 +143,78 @@ def _options(given: Given) -> Options:
     return Options(policy=read_policy(given.policy), spill=given.spill, then=given.then, max_tokens=given.max_tokens)
 
 
-@contextlib.contextmanager
-def _opened(given: Given, options: Options, state: Any) -> Iterator[Chat]:
-    """The chat, on a model and a session that are closed with it."""
-    from dataclasses import replace
+def _open(given: Given, options: Options, state: State) -> None:
+    """Put the chat that the command line asks for into the state, which owns it from then on."""
+    from edgekv.cli.chat import opening
 
-    from edgekv.chat import Chat
-    from edgekv.cli.chat.loop import DEFAULT_SAMPLING
-
-    with contextlib.ExitStack() as stack:
-        session = stack.enter_context(_session(given, stack))
-        if not session.model.capabilities.mask and options.policy is not None:
-            state.screen.note(f"note: no policy: {session.model.capabilities.mask.reason}")
-            options = replace(options, policy=None)
-        if given.load_from:
-            chat = Chat.load(session, options=options)
-        else:
-            template = given.template.read_text("utf-8") if given.template else None
-            chat = Chat(session, system=given.system, template=template, options=options)
-            session.sampling = DEFAULT_SAMPLING
-        changes = {"temperature": given.temperature, "seed": given.seed}
-        told: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-        session.sampling = replace(session.sampling, **told)
-        for path in given.attached:
-            state.screen.note(str(chat.attach(path)))
-        yield chat
-
-
-def _session(given: Given, stack: contextlib.ExitStack) -> Session:
-    from edgekv import Model, Session
-
-    source = click.get_current_context().get_parameter_source("model")
-    if given.load_from:  # its own model, unless another file of it is named
+    path = _to_load(given)
+    keep = opening.Keep(_file_to_keep_in(given, path), given.autosave_kv)
+    if path is None:
+        cache = opening.Cache(given.n_ctx, given.kv_type, given.threads, given.memory_budget)
+        opened = opening.new(given.model, cache, given.system, given.template, options, keep, state.screen)
+    else:
+        source = click.get_current_context().get_parameter_source("model")
         named = given.model if source is not click.core.ParameterSource.DEFAULT else None
-        return Session.load(given.load_from, named, n_threads=given.threads)
-    model = stack.enter_context(Model(given.model))
-    if given.memory_budget:
-        return Session(model, memory_budget=given.memory_budget, kv_type=given.kv_type, n_threads=given.threads)
-    n_ctx = given.n_ctx or min(_MOST_CELLS, model.n_ctx_train or _MOST_CELLS)
-    return Session(model, n_ctx=n_ctx, kv_type=given.kv_type, n_threads=given.threads)
+        opened = opening.saved(path, options, keep, state.screen, named=named, threads=given.threads)
+    state.go_on_with(replace(opened, autosave=None) if given.no_autosave else opened)
+    changes = {"temperature": given.temperature, "seed": given.seed}
+    given_ones: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+    state.chat.session.sampling = replace(state.chat.session.sampling, **given_ones)
+    for module in given.attached:
+        state.screen.note(str(state.chat.attach(module)))
 
 
-def _close_forks(state: Any) -> None:
-    """/load may have opened other sessions, and /fork more of them."""
-    for branch in reversed(state.branches):
-        branch.session.close()
+def _to_load(given: Given) -> Path | None:
+    """The file to go on with. Raises UsageError where there is no conversation to continue."""
+    from edgekv.cli.chat import conversations
+
+    if given.load_from is not None:
+        return conversations.find(given.load_from, conversations.kept() if given.load_from.isdecimal() else [])
+    if not given.go_on:
+        return None
+    newest = conversations.newest()
+    if newest is None:
+        raise UsageError(f"there is nothing to continue: {conversations.summary([])}")
+    return newest.path
 
 
-def _greet(state: Any, given: Given) -> None:
-    import platformdirs
+def _file_to_keep_in(given: Given, loaded: Path | None) -> Path | None:
+    """The file that --autosave names. Raises UsageError where it holds something else than what was loaded."""
+    from edgekv.cli.chat import conversations
 
-    if not given.no_autosave:
-        folder = Path(platformdirs.user_state_path("edgekv"))
-        state.autosave = Path(given.autosave) if given.autosave else folder / "autosave.kvs"
-        with contextlib.suppress(OSError):
-            state.autosave.parent.mkdir(parents=True, exist_ok=True)
-    session, saved = state.chat.session, f" · autosave {state.autosave}" if state.autosave else ""
-    facts = f"{session.engine.num_cells:,} cells · policy {state.chat.options.policy or 'none'}{saved}"
+    if given.autosave is None:
+        return None
+    path = Path(given.autosave).expanduser()
+    taken = conversations.seen(path) is not None
+    if taken and not path.is_file():
+        raise UsageError(f"{path} is a folder or a device; name a file to keep the conversation in")
+    if taken and (loaded is None or not loaded.exists() or not loaded.samefile(path)):
+        raise UsageError(f"{path} is there already: go on with it (--load {path} as well), or name another file")
+    return path
+
+
+def _greet(state: State, given: Given) -> None:
+    from edgekv.cli.chat import conversations
+
+    session, autosave, place = state.chat.session, state.branch.autosave, conversations.folder()
+    kept = f" · autosave {autosave.path or place}" if autosave and (autosave.path or place) else ""
+    facts = f"{session.engine.num_cells:,} cells · policy {state.chat.options.policy or 'none'}{kept}"
     state.screen.note(f"{session.model.description} · {facts} · /help lists the commands")
     for note in (*session.engine.notes, *state.chat.notes):
         state.told.append(note)
         state.screen.note(f"note: {note}")
+    if autosave and not kept:
+        state.branch.autosave = None
+        state.screen.note("note: no autosave, as there is no home folder here; --autosave FILE names a place")
+    if not (given.load_from or given.go_on) and (newest := conversations.newest()):
+        state.screen.note(f"the last conversation: {newest}; chat --continue goes on with it, /load lists all")
+
+
+def _list(as_json: bool) -> None:
+    from edgekv.cli.chat import conversations, drawing
+
+    entries = conversations.kept()
+    if as_json:
+        print_json({"schema": "edgekv.conversations/1", **conversations.facts(entries)})
+    else:
+        console().print(drawing.Listed(entries, conversations.summary(entries)))

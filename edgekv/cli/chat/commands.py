@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from edgekv import Session, policies, render
-from edgekv.chat import Chat
-from edgekv.cli.chat import drawing
+from edgekv import policies, render
+from edgekv.cli.chat import conversations, drawing, opening
 from edgekv.errors import UsageError
 from edgekv.receipts import Receipt
 from edgekv.spans import Target
@@ -59,6 +58,8 @@ def complete(state: State, text: str) -> Iterable[str]:
     choices: list[str] = []
     if takes == "span":
         choices = [span.name for span in state.chat.session.spans]
+    elif takes == "conversation":
+        choices = [path.stem for path in conversations.paths()]
     elif takes == "setting" and len(words) == 2:
         choices = list(_SETTINGS)
     return [choice for choice in choices if choice.startswith(words[-1])]
@@ -169,14 +170,17 @@ def _summarize(state: State, rest: str) -> None:
 
 
 def _fork(state: State, rest: str) -> None:  # noqa: ARG001
-    state.branches.append(state.chat.fork())
+    from edgekv.cli.chat.loop import Branch
+
+    chat, autosave = state.chat.fork(), state.branch.autosave
+    state.branches.append(Branch(chat, autosave and autosave.another(chat)))
     state.screen.show("fork", {"depth": len(state.branches) - 1}, "a branch on the same cells; /back returns")
 
 
 def _back(state: State, rest: str) -> None:  # noqa: ARG001
     if len(state.branches) == 1:
         raise UsageError("there is no fork to come back from; /fork makes one")
-    state.branches.pop().session.close()
+    state.branches.pop().chat.session.close()
     last = state.chat.turns[-1].name if state.chat.turns else "the beginning"
     state.screen.show("back", {"depth": len(state.branches) - 1}, f"back where the fork began, behind {last}")
 
@@ -184,25 +188,31 @@ def _back(state: State, rest: str) -> None:  # noqa: ARG001
 def _save(state: State, rest: str) -> None:
     path = Path(os.path.expanduser(rest))
     num_bytes = state.chat.save(path)
+    if state.branch.autosave is not None:
+        state.branch.autosave.wrote(path)
     state.screen.show("saved", {"path": str(path), "size": num_bytes}, f"saved: {path} ({size(num_bytes)})")
 
 
 def _load(state: State, rest: str) -> None:
-    path = Path(os.path.expanduser(rest)) if rest else state.autosave
-    if path is None:
-        raise UsageError("name a file; this chat has no autosave")
-    old = state.chat
-    session = Session.load(path, old.session.model, n_threads=old.session.engine.settings.n_threads)
-    try:
-        chat = Chat.load(session, options=old.options)
-    except BaseException:
-        session.close()
-        raise
-    while state.branches:
-        state.branches.pop().session.close()
-    state.branches.append(chat)
-    said = f"{path}: {count(len(chat.turns), 'turn')}, {count(chat.session.stats.visible, 'token')} visible"
-    state.screen.show("loaded", {"path": str(path), "turns": len(chat.turns)}, f"{said}; nothing was read again")
+    if not rest:
+        _list(state)
+        return
+    path = conversations.find(rest, state.shown or (conversations.kept() if rest.isdecimal() else []))
+    chat, autosave = state.chat, state.branch.autosave
+    keep = opening.Keep(kv=autosave is not None and autosave.kv)
+    threads = chat.session.engine.settings.n_threads
+    opened = opening.saved(path, chat.options, keep, state.screen, threads=threads, current=state.model)
+    state.go_on_with(opened if autosave is not None else replace(opened, autosave=None))
+    turns, visible = len(opened.chat.turns), opened.chat.session.stats.visible
+    said = f"{path}: {count(turns, 'turn')}, {count(visible, 'token')} visible"
+    state.screen.show("loaded", {"path": str(path), "turns": turns}, said)
+
+
+def _list(state: State) -> None:
+    state.shown = conversations.kept()
+    summary = conversations.summary(state.shown)
+    hint = f"{summary}\n/load NUMBER goes on with one" if state.shown else summary
+    state.screen.show("conversations", conversations.facts(state.shown), drawing.Listed(state.shown, hint))
 
 
 def _system(state: State, rest: str) -> None:
@@ -238,7 +248,8 @@ def _set_sampling(kind: type) -> Callable[[State, str, str], None]:
         except ValueError as err:
             raise UsageError(f"{name} is a number, not {value!r}") from err
         for branch in state.branches:
-            branch.session.sampling = replace(branch.session.sampling, **{name: wanted})
+            session = branch.chat.session
+            session.sampling = replace(session.sampling, **{name: wanted})
 
     return change
 
@@ -247,7 +258,7 @@ def _set_option(read: Callable[[str], Any]) -> Callable[[State, str, str], None]
     def change(state: State, name: str, value: str) -> None:
         wanted = read(value)
         for branch in state.branches:
-            branch.options = replace(branch.options, **{name: wanted})
+            branch.chat.options = replace(branch.chat.options, **{name: wanted})
 
     return change
 
@@ -305,7 +316,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "fork": Command(_fork, "", "go on in a branch"),
     "back": Command(_back, "", "leave the branch for what it came from"),
     "save": Command(_save, "FILE", "write the whole conversation"),
-    "load": Command(_load, "[FILE]", "go on with a saved one (the autosave)"),
+    "load": Command(_load, "[NUMBER|FILE]", "go on with a saved one; list what is kept", "conversation"),
     "system": Command(_system, "[TEXT]", "show the system text, or put another in its place"),
     "set": Command(_set, "[NAME VALUE]", "show or change settings", "setting"),
     "stats": Command(_stats, "", "tokens, cells, what was read and read again"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -13,18 +13,20 @@ from rich.text import Text
 
 from edgekv import render
 from edgekv.cellmap import cell_map
-from edgekv.wording import count, printable, states
+from edgekv.wording import count, printable, size, states
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from edgekv import Session, Span
+    from edgekv.cli.chat.conversations import Kept
 
 _COLOURS: Final = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _OTHER: Final = "blue"
 _VISIBLE, _MASKED, _FREE, _OTHERS = "█", "▒", "·", "▫"
 _LINES: Final = 8  # that a map takes at most
 _PREVIEW: Final = 60  # columns of a preview at most
+_WIDE: Final = 90  # columns from which a list of conversations has names and models
 _NARROW: Final = 60  # columns below which previews of texts are left out
 
 
@@ -62,6 +64,36 @@ class Spans:
     def _begins(self, span: Span, room: int) -> str:
         text = render.preview(self._session.model, self._session.tokens[span.start : span.stop])
         return text if cell_len(text) <= room else set_cell_size(text, max(1, room - 1)).rstrip() + "…"
+
+
+class Listed:
+    """The conversations that are kept, fitted to the window, and how many they are."""
+
+    def __init__(self, entries: list[Kept], summary: str) -> None:
+        self._entries, self._summary = entries, summary
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._entries:
+            yield _conversations(self._entries, options.max_width)
+        yield Text(self._summary, style="dim")
+
+
+def _conversations(entries: list[Kept], width: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2 if width >= _NARROW else 1, 0, 0))
+    table.add_column("#", justify="right", no_wrap=True, min_width=len(str(len(entries))))
+    columns: dict[str, Callable[[Kept], str]] = {"changed": lambda kept: f"{kept.changed:%Y-%m-%d %H:%M}"}
+    if width >= _WIDE:
+        columns |= {"name": lambda kept: kept.name, "model": lambda kept: kept.model}
+    columns |= {"turns": lambda kept: f"{kept.turns:,}", "size": lambda kept: size(kept.size)}
+    if width < _NARROW:
+        columns = {}
+    for title in columns:
+        table.add_column(title, justify="right" if title in ("turns", "size") else "left", no_wrap=True)
+    table.add_column("begins with", overflow="ellipsis", no_wrap=True)
+    for number, kept in enumerate(entries, 1):
+        row = (str(number), *(cell(kept) for cell in columns.values()), kept.problem or kept.begins)
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    return table
 
 
 class Cells:

@@ -6,33 +6,65 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from edgekv import Model
+from edgekv._llama import uninterrupted
 from edgekv.chat import Chat
 from edgekv.cli.chat import commands
+from edgekv.cli.chat.conversations import Autosave, Kept
+from edgekv.cli.chat.opening import Opened
 from edgekv.cli.chat.screen import Screen
 from edgekv.errors import ContextFull, EdgekvError, SessionBroken
 from edgekv.reply import Reply
-from edgekv.sampling import Sampling
-from edgekv.wording import count
+from edgekv.wording import count, mended
+
+
+@dataclass
+class Branch:
+    """A chat, and where it is kept; None for nowhere."""
+
+    chat: Chat
+    autosave: Autosave | None
 
 
 @dataclass
 class State:
-    """What the loop and its commands share. ``branches``: the newest fork last; the others wait. ``autosave``: the
-    file written after each answer, None for none. ``failed``: whether an error was said."""
+    """What the loop and its commands share, and the owner of all that is open: :meth:`close` closes it.
 
-    branches: list[Chat]
+    branches: the newest fork last; the others wait. model: below all of them. shown: the conversations that were
+    listed last. failed: whether an error was reported. noted: the notes that were shown.
+    """
+
     screen: Screen
-    autosave: Path | None = None
+    model: Model | None = None
+    branches: list[Branch] = field(default_factory=list)
+    shown: list[Kept] = field(default_factory=list)
     failed: bool = False
     ended: bool = False
-    told: list[str] = field(default_factory=list)
+    noted: list[str] = field(default_factory=list)
+
+    @property
+    def branch(self) -> Branch:
+        return self.branches[-1]
 
     @property
     def chat(self) -> Chat:
-        return self.branches[-1]
+        return self.branch.chat
+
+    def go_on_with(self, opened: Opened) -> None:
+        """Take another chat in the place of what is open, which is closed."""
+        with uninterrupted():
+            old = State(self.screen, None if opened.model is self.model else self.model, self.branches)
+            self.model, self.branches = opened.model, [Branch(opened.chat, opened.autosave)]
+            old.close()
+
+    def close(self) -> None:
+        """Close the sessions, then the model."""
+        while self.branches:
+            self.branches.pop().chat.session.close()
+        if self.model is not None:
+            self.model.close()
 
     @contextlib.contextmanager
     def reading(self, what: str) -> Iterator[None]:
@@ -51,6 +83,7 @@ class Loop:
     def __init__(self, state: State) -> None:
         self.state = state
         self._interrupted = False
+        self._unsaved = False  # whether a failed autosave was reported
 
     def run(self) -> int:
         while True:
@@ -72,20 +105,25 @@ class Loop:
                     return
 
     def line(self, line: str) -> None:
-        """One line, to its end; what goes wrong is said."""
+        """One line, to its end; what goes wrong is reported, and what has changed is kept."""
+        line = mended(line)
         if not line.strip():
             return
+        self._carry_out(line)
+        self._note_new()
+        self._save()
+
+    def _carry_out(self, line: str) -> None:
         try:
             if line.startswith("/"):
                 commands.run(self.state, line)
             else:
                 self.ask(line)
         except KeyboardInterrupt:
-            self.state.screen.note(
-                f"interrupted: {'nothing was changed' if line[0] == '/' else 'nothing of it was read'}"
-            )
+            unchanged = "nothing was changed" if line.startswith("/") else "the message is not in the conversation"
+            self.state.screen.note(f"interrupted: {unchanged}")
         except SessionBroken as err:
-            self._failed(f"{err}; /load brings back what was saved")
+            self._failed(f"{err}; /load lists what was saved")
         except ContextFull as err:
             self._failed(f"{err}. The conversation is as it was")
         except BrokenPipeError:
@@ -104,39 +142,42 @@ class Loop:
         self.answer(reply)
 
     def answer(self, reply: Reply) -> None:
-        """Say an answer as it comes; Ctrl-C ends it and keeps what was said."""
+        """Show an answer as it comes; Ctrl-C ends it and keeps what was generated."""
         began, screen = time.perf_counter(), self.state.screen
-        try:
-            for kind, piece in reply.pieces():
-                screen.piece(kind, piece)
-        except KeyboardInterrupt:
-            reply.close()
-        except ContextFull as err:
-            reply.close()
-            self._failed(f"{err}. What was said stays")
+        with contextlib.closing(reply):
+            try:
+                for kind, piece in reply.pieces():
+                    screen.piece(kind, piece)
+            except KeyboardInterrupt:
+                pass
+            except ContextFull as err:
+                self._failed(f"{err}. The answer so far stays")
         screen.answered(reply, _facts(reply, time.perf_counter() - began))
-        self._tell_notes()
-        self._save()
 
-    def _tell_notes(self) -> None:
-        told = self.state.told
+    def _note_new(self) -> None:
         for note in self.state.chat.notes:
-            if note not in told:
-                told.append(note)
+            if note not in self.state.noted:
+                self.state.noted.append(note)
                 self.state.screen.note(f"note: {note}")
 
     def _save(self) -> None:
-        """The autosave; a disk that is full ends it, and not the chat."""
-        path = self.state.autosave
-        if path is None:
+        """The autosave. Where it fails, as on a full disk, the chat goes on, and the next line tries again."""
+        autosave = self.state.branch.autosave
+        if autosave is None:
             return
+        before = autosave.path
         try:
-            self.state.chat.save(path)
+            autosave.save(self.state.chat)
         except KeyboardInterrupt:
-            self.state.screen.note("interrupted: the autosave is that of the answer before")
+            self.state.screen.note("interrupted: the autosave is the one before")
         except (EdgekvError, OSError) as err:
-            self.state.autosave = None
-            self.state.screen.note(f"note: no autosave any more: {err}")
+            if not self._unsaved:
+                self.state.screen.note(f"note: the conversation is not kept: {err}")
+            self._unsaved = True
+        else:
+            self._unsaved = False
+        if before is not None and autosave.path != before:
+            self.state.screen.note(f"note: kept in {autosave.path} from now on: {before} was changed by somebody else")
 
 
 def _facts(reply: Reply, seconds: float) -> dict[str, Any]:
@@ -194,6 +235,3 @@ def settings(state: State) -> dict[str, Any]:
         "spill": options.spill,
         "then": options.then,
     }
-
-
-DEFAULT_SAMPLING = Sampling(temperature=0.7, top_p=0.95, min_p=0.05)

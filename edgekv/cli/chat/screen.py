@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import click
 
-from edgekv.cli.output import Update, console, plain, progress, talk
+from edgekv.cli.output import StdinLines, Update, console, plain, progress, talk
 from edgekv.wording import harmless
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Plain:
 
     def __init__(self, *, interactive: bool = False) -> None:
         self._interactive = interactive
-        self._begun = False
+        self._stdin = StdinLines()
 
     def lines(self) -> Generator[str, None, None]:
         block: list[str] | None = None
@@ -78,7 +78,7 @@ class Plain:
     def _read(self, more: bool) -> str:
         if self._interactive:
             click.echo("… " if more else "> ", nl=False, err=True)
-        return sys.stdin.readline() if sys.stdin is not None else ""
+        return self._stdin.next()
 
     def piece(self, kind: str, text: str) -> None:
         if kind == "text":
@@ -124,9 +124,14 @@ class Events(Plain):
     def error(self, text: str) -> None:
         self._say("error", {"message": text})
 
+    def _say(self, event: str, facts: dict[str, Any]) -> None:
+        click.echo(self.encoded(event, facts))
+
     @staticmethod
-    def _say(event: str, facts: dict[str, Any]) -> None:
-        click.echo(json.dumps(plain({"event": event, **facts}), ensure_ascii=False, allow_nan=False))
+    def encoded(event: str, facts: dict[str, Any]) -> str:
+        """An event as JSON; in ASCII where the output has another encoding than JSON's UTF-8."""
+        ascii_only = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"
+        return json.dumps(plain({"event": event, **facts}), ensure_ascii=ascii_only, allow_nan=False)
 
 
 def _message(line: str) -> str:

@@ -17,12 +17,11 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output.color_depth import ColorDepth
 from rich.text import Text
 
+from edgekv.cli.chat.conversations import state_folder
 from edgekv.cli.chat.screen import Plain
 from edgekv.cli.chat.wrapping import Wrap
 from edgekv.cli.output import console, talk
-from edgekv.errors import FileError
-from edgekv.folders import user_folder
-from edgekv.wording import harmless
+from edgekv.wording import harmless, mended
 
 if TYPE_CHECKING:
     from edgekv.cli.chat.screen import Look
@@ -145,10 +144,21 @@ def _keys() -> KeyBindings:
 
 def _history() -> History:
     """What was typed before, on this machine; only in memory where no file can be written."""
-    try:
-        path = user_folder("state", "the history is not kept") / "chat-history"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-    except (OSError, FileError):
+    folder = state_folder()
+    if folder is None:
         return InMemoryHistory()
-    return FileHistory(str(path))
+    path = folder / "chat-history"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return _History(str(path))
+
+
+class _History(FileHistory):
+    """A file that a full disk does not turn into an end of the chat."""
+
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError):
+            super().store_string(mended(string))

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 from edgekv.compare.case import Case, Choice, Segment, Style
 from edgekv.compare.workloads.making import Workload
 from edgekv.errors import UsageError
+from edgekv.wording import decoded, mended_json
 
 T = TypeVar("T")
 
@@ -29,8 +30,8 @@ _KEYS: Final = {"segments", "question", "continuation", "secrets", "facts", "con
 def workload(path: Path) -> Workload:
     """A workload of a file's cases, each once. Raises UsageError, with the line, for what is no case."""
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as err:
+        text = decoded(path.read_bytes(), str(path))
+    except OSError as err:
         raise UsageError(f"cannot read {path}: {err}") from err
     read = list(_jsonl(text, path)) if path.suffix == ".jsonl" else [_marked(text, path)]
     if not read:
@@ -46,7 +47,7 @@ def _jsonl(text: str, path: Path) -> Iterator[Case]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut strings at U+2028
         if line.strip():
             try:
-                yield _case(json.loads(line))
+                yield _case(mended_json(json.loads(line)))
             except (ValueError, TypeError, KeyError, AttributeError) as err:
                 raise UsageError(f"{path}, line {number}: {_reason(err)}") from err
 
