@@ -25,9 +25,7 @@ TokenArray: TypeAlias = npt.NDArray[np.int32]
 _SAMPLE: Final = 1 << 16  # bytes a sample of the fingerprint
 _SAMPLES: Final = 64
 _NO_MEMORY: Final = ("Cannot allocate memory", "bad_alloc", "failed to allocate", "unable to allocate")
-# llama.h: LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, _LSTRIP, _RSTRIP
-_CONTROL, _USER_DEFINED, _LSTRIP, _RSTRIP = 1 | 1 << 3, 1 << 4, 1 << 7, 1 << 8
-_ROPE_MROPE: Final = 8  # llama.h: LLAMA_ROPE_TYPE_MROPE; IMROPE (40) has the bit too, VISION (24) as well
+_CONTROL: Final = lib.LLAMA_TOKEN_ATTR_UNKNOWN | lib.LLAMA_TOKEN_ATTR_CONTROL
 
 
 class Model:
@@ -72,10 +70,9 @@ class Model:
 
     def _load(self) -> Any:
         _llama.forget_messages()
-        params = lib.llama_model_default_params()
-        params.n_gpu_layers = 0
         # Some weights are copied into a layout this CPU is faster with, which may double what they take.
-        params.use_extra_bufts = 2 * self.path.stat().st_size < memory.free_ram()
+        repack = 2 * self.path.stat().st_size < memory.free_ram()
+        params = _llama.set_fields(lib.llama_model_default_params(), n_gpu_layers=0, use_extra_bufts=repack)
         before = _private_bytes()
         pointer = lib.llama_model_load_from_file(os.fsencode(self.path), params)
         self._loaded_bytes = _private_bytes() - before
@@ -178,7 +175,7 @@ class Model:
     def has_mrope(self) -> bool:
         """Whether a position has several components (M-RoPE)."""
         rope = int(lib.llama_model_rope_type(self.ptr))
-        return rope > 0 and bool(rope & _ROPE_MROPE)
+        return rope > 0 and bool(rope & lib.LLAMA_ROPE_TYPE_MROPE)  # IMROPE and VISION have the bit, too
 
     @cached_property
     def hybrid(self) -> bool:
@@ -204,9 +201,8 @@ class Model:
 
     def _probe_shift(self) -> bool:
         self._refuse_beyond(memory.address_room(), memory.OPENING)
-        params = lib.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_outputs_max = 256, 32, 32, 1
-        params.swa_full = True
+        sizes = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32, "n_outputs_max": 1}
+        params = _llama.set_fields(lib.llama_context_default_params(), **sizes, swa_full=True)
         context = lib.llama_init_from_model(self.ptr, params)
         if not context:
             raise DamagedModel(f"llama.cpp cannot open a context on {self.path}: {_llama.last_messages()}")
@@ -291,7 +287,7 @@ class Model:
     @cached_property
     def defined_tokens(self) -> dict[str, int]:
         """Text -> token, of those that stand for themselves in any text, such as marks of reasoning."""
-        return self._of_kind(_USER_DEFINED)
+        return self._of_kind(lib.LLAMA_TOKEN_ATTR_USER_DEFINED)
 
     def _of_kind(self, bits: int) -> dict[str, int]:
         return {self.detokenize([t]): t for t, attributes in self._special.items() if attributes & bits}
@@ -299,13 +295,13 @@ class Model:
     @cached_property
     def _special(self) -> dict[int, int]:
         """Token -> attributes, of all that are no plain text: asking for each of a large vocabulary takes its time."""
-        wanted, ask, vocab = _CONTROL | _USER_DEFINED, lib.llama_vocab_get_attr, self.vocab
+        wanted, ask, vocab = _CONTROL | lib.LLAMA_TOKEN_ATTR_USER_DEFINED, lib.llama_vocab_get_attr, self.vocab
         return {t: attributes for t in range(self.n_vocab) if (attributes := int(ask(vocab, t))) & wanted}
 
     def swallows(self, token: int) -> tuple[bool, bool]:
         """Whether a control token takes the white space in front of it, and that behind it, for its own."""
         attributes = self._attributes(self.check_token(token))
-        return bool(attributes & _LSTRIP), bool(attributes & _RSTRIP)
+        return bool(attributes & lib.LLAMA_TOKEN_ATTR_LSTRIP), bool(attributes & lib.LLAMA_TOKEN_ATTR_RSTRIP)
 
     def _attributes(self, token: int) -> int:
         self._check_open()
@@ -381,6 +377,11 @@ class TextStream:
     def __init__(self, model: Model, special: bool = False) -> None:
         self._model, self._special = model, special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def copy(self) -> TextStream:
+        other = TextStream(self._model, self._special)
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
     def feed(self, token: int) -> str:
         """The text that ``token`` completes, '' while a character is unfinished."""

@@ -111,6 +111,11 @@ class Parking:
         self._holders[holder] = numbers
         self.drop_unheld()
 
+    def keep_only(self, held: dict[object, set[int]]) -> None:
+        """These sessions hold these blobs, and no other does."""
+        self._holders = {holder: numbers for holder, numbers in held.items() if numbers}
+        self.drop_unheld()
+
     def release(self, holder: object) -> None:
         self._holders.pop(holder, None)
         self.drop_unheld()

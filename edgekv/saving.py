@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from . import manifest, render, snapshot, store
-from ._llama import uninterrupted
 from .columns import CellRun, State
 from .engine import Engine
 from .errors import AuditFailed, ContextFull, TooLarge, WrongFile
@@ -57,9 +56,8 @@ def save(path: Path, transcript: Transcript, beside: Beside, progress: Progress 
 
 def _members(transcript: Transcript, beside: Beside, progress: Progress) -> Iterator[tuple[str, Content]]:
     record, engine = transcript.record, transcript.engine
-    with uninterrupted():
-        record.next.keep_logits()  # copying may decode, see Engine.settle
-        taken = _snapshot(transcript, beside)
+    record.next.keep_logits()  # copying may decode, see Engine.settle
+    taken = _snapshot(transcript, beside)
     yield store.MANIFEST, manifest.encode(_describe(transcript))
     yield _SESSION, manifest.encode(taken)
     if taken.next_view is not None:
@@ -116,7 +114,7 @@ def _snapshot(transcript: Transcript, beside: Beside) -> Snapshot:
         record.spans,
         transcript.journal,
         tally=record.tally,
-        next_view=record.next.view,
+        next_view=record.next.view if record.next.known else None,
         original=None if record.original is None else record.original[:2],
         cells=_in_order(transcript) if ledger.has_cells else (),
         blobs=[Piece(number, blob.p0, blob.p1) for number, blob in held],
@@ -181,23 +179,23 @@ def load(
     changed.
     """
     manifest.check(stored, facts, engine.model, engine.settings)
-    used, transcript = engine.cells_used, None
+    transcript = None
+    engine.reading = True
     try:
         saved = manifest.decode(stored, _SESSION, Snapshot)
         beside, journal = Beside(saved.sampling.restored(), saved.memo), snapshot.journal_of(saved)
-        with uninterrupted():
-            transcript = Transcript(engine, restarts=saved.restarts, journal=journal)
+        transcript = Transcript(engine, restarts=saved.restarts, journal=journal)
         with stored.held_to():
             _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
-        with uninterrupted():
-            return finish(transcript, beside)
+        return finish(transcript, beside)
     except BaseException as err:
         if transcript is not None:
-            with uninterrupted():
-                transcript.record.abandon(engine.cells_used - used)
+            transcript.record.abandon()
         if isinstance(err, Contradiction):
             raise stored.damaged(f"its parts contradict each other: {err}") from err
         raise
+    finally:
+        engine.reading = False
 
 
 def _fill(stored: Stored, saved: Snapshot, transcript: Transcript, progress: Progress) -> None:
