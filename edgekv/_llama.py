@@ -16,9 +16,10 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import llama_cpp.llama_cpp as _lib
 
@@ -67,7 +68,8 @@ def set_fields(struct: Any, **values: Any) -> Any:
     """
     unknown = values.keys() - {name for name, *_ in struct._fields_}
     if unknown:
-        raise ImportError(f"{type(struct).__name__} of this llama-cpp-python has no {', '.join(sorted(unknown))}; {_INSTALL}")
+        names = ", ".join(sorted(unknown))
+        raise ImportError(f"{type(struct).__name__} of this llama-cpp-python has no {names}; {_INSTALL}")
     for name, value in values.items():
         setattr(struct, name, value)
     return struct
@@ -95,6 +97,15 @@ _started = False
 
 
 def _on_log(level: int, text: bytes, _user: object) -> None:
+    try:
+        _take(level, text)
+    except BaseException as err:  # of a signal handler, say: ctypes would print and forget it
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(threading.get_ident()), ctypes.py_object(type(err))
+        )
+
+
+def _take(level: int, text: bytes) -> None:
     if level != _LEVEL_CONTINUED:
         _page.level = _LEVELS.get(level, logging.DEBUG)
     level = _page.level
@@ -318,11 +329,24 @@ def raise_if_interrupted() -> None:
 forked = False
 
 
+class Inherited(Protocol):
+    """What holds native memory, files or locks of the process that opened it."""
+
+    def inherit(self) -> None:
+        """In a child process: leave all of that alone, from now on."""
+
+
+opened: weakref.WeakSet[Inherited] = weakref.WeakSet()
+INHERITED: Final = "was opened in the parent process; open it again in this one"
+
+
 def _after_fork() -> None:
     global forked, _start_lock
     forked = _started
     _start_lock = threading.Lock()
     Uninterrupted.abort = None
+    for thing in list(opened):
+        thing.inherit()
 
 
 if hasattr(os, "register_at_fork"):

@@ -85,8 +85,7 @@ class Base:
         try:
             engine = _open(source, settings, changes, limit, lease.stack)
             with engine.lock:
-                new = functools.partial(Transcript, engine, restarts=on_unsupported == "recompute")
-                self._begin(recovery.whole(engine, (), new), lease)
+                self._begin(recovery.whole(engine, (), functools.partial(_new, engine, on_unsupported)), lease)
         except BaseException:
             lease.stack.close()
             raise
@@ -153,8 +152,9 @@ class Base:
         return self.engine.stop(self._transcript.record)
 
     def _check_open(self) -> None:
-        if self._closed or self.engine.closed:
+        if self._closed:
             raise ClosedError("the session was closed; open a new one")
+        self.engine.check_open()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._ledger.count(State.VISIBLE)} visible tokens"
@@ -167,6 +167,12 @@ class Base:
     @progress.setter
     def progress(self, callback: Progress | None) -> None:
         self._reader.progress = callback
+
+
+def _new(engine: Engine, on_unsupported: str) -> Transcript:
+    transcript = Transcript(engine, restarts=on_unsupported == "recompute")
+    transcript.record.begin()
+    return transcript
 
 
 def _open(

@@ -7,7 +7,6 @@ cells.py does the same for sequences and cells.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -35,6 +34,15 @@ _STOPPED: Final = "the evaluation was stopped; the session is as it was before t
 _AT_ONCE: Final = 32  # tokens of a batch that the main thread may decode itself
 
 
+class _Evaluation:
+    """Tokens of ``owner`` that are being evaluated."""
+
+    __slots__ = ("owner", "stopped")
+
+    def __init__(self, owner: object) -> None:
+        self.owner, self.stopped = owner, False
+
+
 class LogitsHolder(Protocol):
     """Somebody who still needs the rows in llama.cpp's buffer when another decode is about to overwrite them."""
 
@@ -51,7 +59,8 @@ class Engine:
         settings.check()
         self.model: Final = model
         self.settings: Final = settings
-        self.lock: Final = FairLock()
+        self.lock = FairLock()
+        self._inherited = False
         self.close_gaps: Final = model.close_gaps(settings.kv_type)
         self.can_shift: Final = bool(self.close_gaps)
         self._refuse_too_large()
@@ -74,8 +83,7 @@ class Engine:
         self.owners: dict[int, weakref.ref[Any]] = {}  # live sequence -> the record whose cells it holds
         self._running: _llama.Job | None = None
         self._abort = _llama.AbortFlag()
-        self._stopping = threading.Lock()
-        self._evaluating: object = None  # whose tokens are being evaluated, see stop()
+        self._evaluating: _Evaluation | None = None  # see stop()
         self._free_sequences = list(range(NUM_RESERVED, self._num_sequences))
         self._batch = Batch(self.n_batch)
         self._outputs: frozenset[int] = frozenset()
@@ -83,6 +91,7 @@ class Engine:
         model.count_engine(+1)
         self._free = weakref.finalize(self, _free_context, self._ctx, model)
         self._abort.install(self._ctx)
+        _llama.opened.add(self)
 
     def _refuse_too_large(self) -> None:
         s = self.settings
@@ -151,12 +160,21 @@ class Engine:
     @property
     def ctx(self) -> Any:
         """The native llama_context pointer; raises ClosedError after close()."""
-        self._check_open()
+        self.check_open()
         return self._ctx
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError after close(), and in a child process."""
         if not self._free.alive:
-            raise ClosedError("the engine was closed; open a new session")
+            raise ClosedError(
+                f"the engine {_llama.INHERITED}" if self._inherited else "the engine was closed; open a new session"
+            )
+
+    def inherit(self) -> None:
+        """In a child process: the context, the lock and the files of parked spans are the parent's."""
+        self._inherited, self.lock, self.unit, self._running = True, FairLock(), None, None
+        self._free.detach()
+        self.parking.forget()
 
     def check_idle(self) -> None:
         """Raise BadState while a session on this engine reads: its progress callback can touch none of them."""
@@ -167,28 +185,27 @@ class Engine:
         """End the evaluation that is under way, inside its batch: it raises Stopped, and its session is as before the
         call. From any thread, without the lock; ``owner``: only where it is this record's. Returns whether there was
         one."""
-        with self._stopping:
-            found = self._evaluating is not None and owner in (None, self._evaluating)
-            if found:
-                self._abort.set()
-            return found
+        evaluation = self._evaluating
+        if evaluation is None or owner not in (None, evaluation.owner):
+            return False
+        evaluation.stopped = True
+        self._abort.set()
+        return True
 
     def evaluate_for(self, owner: object) -> None:
         """From now on :meth:`stop` ends what ``owner`` evaluates; None: nobody does."""
-        with self._stopping:
-            self._evaluating = owner
-            self._abort.clear()
+        self._evaluating = None if owner is None else _Evaluation(owner)
+        self._abort.clear()
 
     def check_stopped(self) -> None:
         """Raise Stopped where :meth:`stop` was called: between two batches."""
-        if self._abort.is_set:
-            self._abort.clear()
+        if self._evaluating is not None and self._evaluating.stopped:
             raise Stopped(_STOPPED)
 
     def take_sequences(self) -> list[int]:
         """Sequence ids for one more session: its live sequence, then its archives."""
         with self.lock:
-            self._check_open()
+            self.check_open()
             count = 1 + self._num_archives
             if len(self._free_sequences) < count:
                 raise UsageError(
@@ -264,7 +281,7 @@ class Engine:
     @property
     def cells(self) -> Cells:
         """Raises ClosedError after close()."""
-        self._check_open()
+        self.check_open()
         return self._cells
 
     # -- decode -------------------------------------------------------------------------------------------------
@@ -309,7 +326,7 @@ class Engine:
         find_slot). So there every cell is held by a second sequence as well, the keeper.
         """
         with self.lock:
-            self._check_open()
+            self.check_open()
             self._check_chunks(chunks)
             ends = self._batch.fill(chunks)
             self._run([CellRun(c.seq, c.pos, c.pos + len(c.tokens)) for c in chunks], holders)
@@ -322,7 +339,7 @@ class Engine:
         touches little.
         """
         with self.lock:
-            self._check_open()
+            self.check_open()
             self._check_place(seq, pos, 1)
             self._batch.fill_one(seq, pos, self.model.check_token(token))
             self.evaluate_for(owner)
@@ -400,18 +417,16 @@ class Engine:
                 self._cells.remove(run)
         if code == _ABORTED:
             self.aborted += 1
-            stopped = self._abort.is_set
             self._abort.clear()
             _llama.raise_if_interrupted()
-            if stopped:
-                raise Stopped(_STOPPED)
+            raise Stopped(_STOPPED)
         raise DecodeFailed(f"llama_decode returned {code}: {_llama.last_messages() or 'no reason given'}")
 
     # -- logits -------------------------------------------------------------------------------------------------
 
     def check_row(self, row: int) -> int:
         """Raise NoLogits unless batch index ``row`` of the last decode kept its logits."""
-        self._check_open()
+        self.check_open()
         if row not in self._outputs:
             raise NoLogits(f"the last decode kept no logits at batch index {row}")
         return row

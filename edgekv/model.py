@@ -45,6 +45,8 @@ class Model:
         self._free = weakref.finalize(self, lib.llama_model_free, self._ptr)
         self._engines = 0
         self._lock = threading.Lock()
+        self._inherited = False
+        _llama.opened.add(self)
         self.n_vocab: Final[int] = lib.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: Final[int] = lib.llama_model_n_ctx_train(self._ptr)
         self.n_swa: Final[int] = lib.llama_model_n_swa(self._ptr)
@@ -107,7 +109,13 @@ class Model:
 
     def _check_open(self) -> None:
         if not self._free.alive:
-            raise ClosedError(f"the model {self.path.name} was closed; load it again")
+            why = _llama.INHERITED if self._inherited else "was closed; load it again"
+            raise ClosedError(f"the model {self.path.name} {why}")
+
+    def inherit(self) -> None:
+        """In a child process: the weights are the parent's."""
+        self._inherited, self._lock = True, threading.Lock()
+        self._free.detach()
 
     def close(self) -> None:
         """Free the weights. Raises BadState while an engine still uses them; closing twice is fine."""

@@ -127,6 +127,10 @@ class Parking:
             if blob.file is not None:
                 blob.file.free(blob.at)
 
+    def forget(self) -> None:
+        """In a child process: the files are the parent's, and so is what is in them."""
+        self._blobs, self._holders, self._files = OrderedDict(), {}, {}
+
     def close(self) -> None:
         self._blobs.clear()
         self._holders.clear()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from . import recovery
 from .batch import Chunk
-from .cells import Blob
+from .cells import Blob, Call
 from .columns import State
 from .engine import Engine
 from .errors import AuditFailed, DecodeFailed, EdgekvError, SessionBroken
@@ -56,8 +56,11 @@ class Record:
         self.tally: Final = Tally()
         self.spans: Final[SpanTable] = SpanTable() if of is None else of.spans.copy()
         self.ledger: Final[Ledger] = self._new_ledger() if of is None else self._fork(of)
-        others = {seq: ref for seq, ref in engine.owners.items() if ref() is not None}
-        engine.owners = {**others, self.live: weakref.ref(self)}
+
+    def begin(self) -> None:
+        """From now on it is one of the engine's: until then its sequences are taken back with the verb that made it."""
+        owners = {**self.engine.owners, self.live: weakref.ref(self)}
+        self.engine.apply((), [partial(setattr, self.engine, "owners", owners), *recovery.stands(self.engine)])
 
     def _new_ledger(self) -> Ledger:
         engine = self.engine
@@ -84,15 +87,11 @@ class Record:
 
     def release(self) -> None:
         """Free the cells that nobody else holds, and give the sequences back."""
+        self.engine.touch()
         self.released = True
         self.engine.give_back(self.sequences, self.ledger.num_own_cells)
         self.ledger.release()
         self.engine.parking.release(self)
-
-    def abandon(self) -> None:
-        """As :meth:`release`, of a session that is half made."""
-        self.released = True
-        recovery.take_back(self.engine)
 
     # -- whole or nothing ---------------------------------------------------------------------------------------
 
@@ -100,7 +99,7 @@ class Record:
         """See :func:`recovery.whole`."""
         return recovery.whole(self.engine, (self,), work, others)
 
-    def change(self, steps: Sequence[Step], commit: Callable[[], R], then: Iterable[Callable[[], object]] = ()) -> R:
+    def change(self, steps: Sequence[Step], commit: Callable[[], R], then: Iterable[Call] = ()) -> R:
         """An edit: ``commit`` changes the ledger and the rest, and then its native steps are carried out, all at once.
 
         The steps were checked by the planner; one that fails all the same breaks the session. Raises SessionBroken.

@@ -134,7 +134,7 @@ def _take_back(engine: Engine, unit: Unit) -> None:
             if lacking.intersection(record.sequences) or (unit.overwritten and record in unit.records):
                 record.heal()
         unit.overwritten = False
-        if engine.shares:
+        if engine.shares and engine.model.capabilities.mask:
             members = engine.members()
             for record in records:
                 record.ledger.own_alone(members)

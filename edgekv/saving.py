@@ -179,7 +179,6 @@ def load(
     changed.
     """
     manifest.check(stored, facts, engine.model, engine.settings)
-    transcript = None
     engine.reading = True
     try:
         saved = manifest.decode(stored, _SESSION, Snapshot)
@@ -187,13 +186,11 @@ def load(
         transcript = Transcript(engine, restarts=saved.restarts, journal=journal)
         with stored.held_to():
             _fill(stored, saved, transcript, progress or (lambda _done, _all: None))
-        return finish(transcript, beside)
-    except BaseException as err:
-        if transcript is not None:
-            transcript.record.abandon()
-        if isinstance(err, Contradiction):
-            raise stored.damaged(f"its parts contradict each other: {err}") from err
-        raise
+        result = finish(transcript, beside)
+        transcript.record.begin()
+        return result
+    except Contradiction as err:
+        raise stored.damaged(f"its parts contradict each other: {err}") from err
     finally:
         engine.reading = False
 

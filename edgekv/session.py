@@ -205,6 +205,7 @@ class Session(Keeping):
         other = object.__new__(type(self))
         other._begin(Transcript(self.engine, of=self._transcript), self._lease.take())
         other.sampling, other.memo = self.sampling, self.memo
+        other._transcript.record.begin()
         return other
 
     # -- names --------------------------------------------------------------------------------------------------
