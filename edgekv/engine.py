@@ -6,7 +6,6 @@ cells.py does the same for sequences and cells.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,14 +19,23 @@ from ._llama import lib, uninterrupted
 from .batch import Batch, Chunk
 from .cells import MAX_POS, Blob, Call, Cells
 from .columns import CellRun
-from .errors import AuditFailed, BadState, ClosedError, ContextFull, DecodeFailed, NoLogits, Stopped, TooLarge, UsageError
+from .errors import (
+    AuditFailed,
+    BadState,
+    ClosedError,
+    ContextFull,
+    DecodeFailed,
+    NoLogits,
+    Stopped,
+    TooLarge,
+    UsageError,
+)
 from .fair_lock import FairLock
 from .model import Model
 from .parking import Parking
 from .settings import ASIDE, NUM_RESERVED, SCRATCH, Settings
 from .shares import Shares
-from .steps import Drop, Load, Move, Own, Shift, Step
-
+from .steps import Drop, Load, Move, Own, Step
 
 _ABORTED: Final = 2  # llama.h, llama_decode
 _STOPPED: Final = "the evaluation was stopped; the session is as it was before the call"

@@ -247,7 +247,11 @@ class Generation:
         return {**mine, "tokens": list(self.tokens), "_marks": list(self._marks), "_stream": self._stream.copy()}
 
     def restore_kept(self, before: dict[str, Any]) -> None:
-        again = {"tokens": list(before["tokens"]), "_marks": list(before["_marks"]), "_stream": before["_stream"].copy()}
+        again = {
+            "tokens": list(before["tokens"]),
+            "_marks": list(before["_marks"]),
+            "_stream": before["_stream"].copy(),
+        }
         vars(self).update(before, **again)
 
     def _find_stop(self) -> int | None:

@@ -298,7 +298,13 @@ class Ledger:
         """What it is now: its arrays are replaced and not written to, but for rows beyond those in use."""
         newest = self.history.epochs[-1:]
         epochs = {"epochs": list(self.history.epochs)}
-        return dict(vars(self)), dict(vars(self.places)), dict(vars(self.shares)), epochs, dict(vars(newest[0])) if newest else {}
+        return (
+            dict(vars(self)),
+            dict(vars(self.places)),
+            dict(vars(self.shares)),
+            epochs,
+            dict(vars(newest[0])) if newest else {},
+        )
 
     def restore_kept(self, before: tuple[dict[str, Any], ...]) -> None:
         mine, places, shares, epochs, newest = before

@@ -20,7 +20,7 @@ from .errors import ContextFull, MaskUnsupported, NoLogits
 from .history import clip
 from .model import TokenArray
 from .next_logits import NextLogits
-from .plans import Arrival, Part, Recompute, Reread
+from .plans import Arrival, Recompute, Reread
 from .record import Record
 from .sampling import Sampler
 from .settings import ASIDE

@@ -48,7 +48,9 @@ class Tracer:
 
     def _trace(self, frame: FrameType, event: str, _arg: object) -> Any:
         path = frame.f_code.co_filename
-        if not path.startswith(_HOME) or path.endswith(("fair_lock.py", "_llama.py")):  # that one knows where Python really looks
+        if not path.startswith(_HOME) or path.endswith(
+            ("fair_lock.py", "_llama.py")
+        ):  # that one knows where Python really looks
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -133,7 +135,9 @@ def seen(session: Session) -> Any:
     return tokens.tolist(), session.spans, states, session.stats.cells_used, session.stats.cursor, len(session.history)
 
 
-def cut(engine: Engine, before: Callable[[Session], object], verb: Callable[[Session], object], at: int, again: int) -> Any:
+def cut(
+    engine: Engine, before: Callable[[Session], object], verb: Callable[[Session], object], at: int, again: int
+) -> Any:
     """A session after a verb that was cut short there: what it is, and its next logits; None where it is broken."""
     session = begin(engine)
     before(session)

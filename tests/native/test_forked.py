@@ -52,9 +52,7 @@ def run(path: Path, folder: Path, code: str, *, leave: str = "os") -> None:
 
 
 @pytest.mark.parametrize("leave", ["os", "sys"])
-def test_a_child_cannot_use_what_its_parent_opened(
-    tiny_path: Callable[..., Path], tmp_path: Path, leave: str
-) -> None:
+def test_a_child_cannot_use_what_its_parent_opened(tiny_path: Callable[..., Path], tmp_path: Path, leave: str) -> None:
     code = """
 def work():
     for use in (lambda: session.append("x"), lambda: session.unmask((10, 30)), lambda: session.stats, session.logits,
