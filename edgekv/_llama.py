@@ -28,92 +28,29 @@ if TYPE_CHECKING:
 
 lib: Any = _lib  # the ctypes names carry no usable types
 
-#: Every function, struct and constant of the binding that edgekv uses: checked at load, so that a binding that lacks one
-#: is refused with a sentence, and not in the middle of the work. tests/pure/test_binding.py compares it with the source.
-NAMES: Final = tuple(
-    [
-        "GGML_TYPE_F16",
-        "GGML_TYPE_F32",
-        "GGML_TYPE_Q4_0",
-        "GGML_TYPE_Q8_0",
-        "LLAMA_FLASH_ATTN_TYPE_DISABLED",
-        "LLAMA_FLASH_ATTN_TYPE_ENABLED",
-        "LLAMA_ROPE_TYPE_MROPE",
-        "LLAMA_TOKEN_ATTR_CONTROL",
-        "LLAMA_TOKEN_ATTR_LSTRIP",
-        "LLAMA_TOKEN_ATTR_RSTRIP",
-        "LLAMA_TOKEN_ATTR_UNKNOWN",
-        "LLAMA_TOKEN_ATTR_USER_DEFINED",
-        "ggml_abort_callback",
-        "llama_backend_init",
-        "llama_batch",
-        "llama_context_default_params",
-        "llama_decode",
-        "llama_free",
-        "llama_get_logits_ith",
-        "llama_get_memory",
-        "llama_init_from_model",
-        "llama_log_callback",
-        "llama_log_set",
-        "llama_logit_bias",
-        "llama_memory_can_shift",
-        "llama_memory_seq_add",
-        "llama_memory_seq_cp",
-        "llama_memory_seq_pos_max",
-        "llama_memory_seq_rm",
-        "llama_model_default_params",
-        "llama_model_desc",
-        "llama_model_free",
-        "llama_model_get_vocab",
-        "llama_model_has_decoder",
-        "llama_model_has_encoder",
-        "llama_model_is_hybrid",
-        "llama_model_is_recurrent",
-        "llama_model_load_from_file",
-        "llama_model_meta_count",
-        "llama_model_meta_key_by_index",
-        "llama_model_meta_val_str_by_index",
-        "llama_model_n_ctx_train",
-        "llama_model_n_swa",
-        "llama_model_rope_type",
-        "llama_n_batch",
-        "llama_n_ctx",
-        "llama_print_system_info",
-        "llama_sampler_accept",
-        "llama_sampler_apply",
-        "llama_sampler_chain_add",
-        "llama_sampler_chain_default_params",
-        "llama_sampler_chain_init",
-        "llama_sampler_free",
-        "llama_sampler_init_dist",
-        "llama_sampler_init_grammar",
-        "llama_sampler_init_greedy",
-        "llama_sampler_init_logit_bias",
-        "llama_sampler_init_min_p",
-        "llama_sampler_init_penalties",
-        "llama_sampler_init_temp",
-        "llama_sampler_init_top_k",
-        "llama_sampler_init_top_p",
-        "llama_sampler_init_typical",
-        "llama_sampler_sample",
-        "llama_set_abort_callback",
-        "llama_state_get_data",
-        "llama_state_get_size",
-        "llama_state_seq_get_data",
-        "llama_state_seq_get_size",
-        "llama_state_seq_set_data",
-        "llama_state_set_data",
-        "llama_token_data",
-        "llama_token_data_array",
-        "llama_token_to_piece",
-        "llama_tokenize",
-        "llama_vocab_bos",
-        "llama_vocab_get_add_bos",
-        "llama_vocab_get_attr",
-        "llama_vocab_is_eog",
-        "llama_vocab_n_tokens",
-    ]
-)
+_NAMES: Final = """
+GGML_TYPE_F16 GGML_TYPE_F32 GGML_TYPE_Q4_0 GGML_TYPE_Q8_0 LLAMA_FLASH_ATTN_TYPE_DISABLED LLAMA_FLASH_ATTN_TYPE_ENABLED
+LLAMA_ROPE_TYPE_MROPE LLAMA_TOKEN_ATTR_CONTROL LLAMA_TOKEN_ATTR_LSTRIP LLAMA_TOKEN_ATTR_RSTRIP
+LLAMA_TOKEN_ATTR_UNKNOWN LLAMA_TOKEN_ATTR_USER_DEFINED ggml_abort_callback llama_backend_init llama_batch
+llama_context_default_params llama_decode llama_free llama_get_logits_ith llama_get_memory llama_init_from_model
+llama_log_callback llama_log_set llama_logit_bias llama_memory_can_shift llama_memory_seq_add llama_memory_seq_cp
+llama_memory_seq_pos_max llama_memory_seq_rm llama_model_default_params llama_model_desc llama_model_free
+llama_model_get_vocab llama_model_has_decoder llama_model_has_encoder llama_model_is_hybrid llama_model_is_recurrent
+llama_model_load_from_file llama_model_meta_count llama_model_meta_key_by_index llama_model_meta_val_str_by_index
+llama_model_n_ctx_train llama_model_n_swa llama_model_rope_type llama_n_batch llama_n_ctx llama_print_system_info
+llama_sampler_accept llama_sampler_apply llama_sampler_chain_add llama_sampler_chain_default_params
+llama_sampler_chain_init llama_sampler_free llama_sampler_init_dist llama_sampler_init_grammar
+llama_sampler_init_greedy llama_sampler_init_logit_bias llama_sampler_init_min_p llama_sampler_init_penalties
+llama_sampler_init_temp llama_sampler_init_top_k llama_sampler_init_top_p llama_sampler_init_typical
+llama_sampler_sample llama_set_abort_callback llama_state_get_data llama_state_get_size llama_state_seq_get_data
+llama_state_seq_get_size llama_state_seq_set_data llama_state_set_data llama_token_data llama_token_data_array
+llama_token_to_piece llama_tokenize llama_vocab_bos llama_vocab_get_add_bos llama_vocab_get_attr llama_vocab_is_eog
+llama_vocab_n_tokens
+"""
+#: Every function, struct and constant of the binding that edgekv uses: checked at load, so that a binding that lacks
+#: one is refused with a sentence, and not in the middle of the work. tests/pure/test_binding.py compares it with the
+#: source.
+NAMES: Final = tuple(_NAMES.split())
 _INSTALL: Final = "install a version that edgekv was tested with: pip install 'llama-cpp-python==0.3.36'"
 
 

@@ -182,7 +182,8 @@ def check(engine: Engine, name: str, places: int | None, again: int = 0) -> None
             raise AssertionError(f"broken at {at} of {tracer.count}")
         state, logits = found
         assert state in (first, last), f"neither before nor after, at {at} of {tracer.count}"
-        near = [np.abs(logits - l).max() < 1e-3 for s, l in ((first, first_logits), (last, last_logits)) if s == state]
+        both = ((first, first_logits), (last, last_logits))
+        near = [np.abs(logits - expected).max() < 1e-3 for s, expected in both if s == state]
         assert any(near), f"other logits at {at} of {tracer.count}"
 
 

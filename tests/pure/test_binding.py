@@ -74,7 +74,7 @@ def test_the_number_of_arguments(name: str) -> None:
 
 
 def test_a_field_that_is_none_is_refused() -> None:
-    with pytest.raises(ImportError, match="llama_context_params .* has no kv_unite, n_ctz; install"):
+    with pytest.raises(ImportError, match=r"llama_context_params .* has no kv_unite, n_ctz; install"):
         _llama.set_fields(lib.llama_context_params(), n_ctx=1, kv_unite=True, n_ctz=1)
 
 
