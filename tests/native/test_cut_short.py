@@ -25,7 +25,7 @@ from helpers import some_tokens
 
 TinyPath = Callable[..., Path]
 _HOME = str(Path(edgekv.__file__).parent)
-_SPREAD = 24  # places a verb in the default tier
+_SPREAD = 5  # places a verb in the default tier
 
 
 class Hit(BaseException):
@@ -192,3 +192,12 @@ def test_a_verb_is_whole_or_nothing(engine: Engine, name: str) -> None:
     if not engine.model.capabilities.mask and name in ("isolated", "evict"):
         pytest.skip("nothing of a state can be seen alone, and what is masked is evicted")
     check(engine, name, _SPREAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [0, 40])
+@pytest.mark.parametrize("name", VERBS)
+def test_at_every_place(engine: Engine, name: str, again: int) -> None:
+    if not engine.model.capabilities.mask and name in ("isolated", "evict"):
+        pytest.skip("nothing of a state can be seen alone, and what is masked is evicted")
+    check(engine, name, None, again)

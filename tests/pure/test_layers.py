@@ -39,6 +39,7 @@ LAYERS = (
     ("snapshot",),
     ("reader", "journal"),
     ("record",),
+    ("recovery",),
     ("next_logits",),
     ("policies",),
     ("planner",),
