@@ -74,7 +74,9 @@ def ready(engine: Engine) -> bool:
     in this thread, of which the caller is a part."""
     unit = engine.unit
     if unit is None:
-        if any(ref() is None for ref in engine.owners.values()):  # a session that nobody closed, and nobody has
+        if not engine.closed and any(
+            ref() is None for ref in engine.owners.values()
+        ):  # a session that nobody closed, and nobody has
             engine.touch()
             _take_back(engine, Unit(engine, (), None))
         return False

@@ -141,7 +141,7 @@ SESSION = {
     "append", "attach", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "indexes",
     "indexes_of", "influenced_by", "insert", "last_edit", "load", "lock", "logits", "logits_over", "mark", "mask",
     "masked", "midway", "model", "park", "progress", "ranges", "recompute", "replace", "rewind", "save", "score",
-    "span", "spans", "states", "stats", "text", "tokens", "undo", "unmark", "unmask", "visible_tokens",
+    "span", "spans", "states", "stats", "stop", "text", "tokens", "undo", "unmark", "unmask", "visible_tokens",
 }  # fmt: skip
 
 
