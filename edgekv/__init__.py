@@ -61,7 +61,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'edgekv' has no attribute {name!r}")
     importlib.import_module(".memory", __name__).check_program_fits()  # else numpy may end the process
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    return value
 
 
 def __dir__() -> list[str]:

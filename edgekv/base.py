@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from . import budget, catalog
+from . import budget, catalog, recovery
 from .columns import State
 from .engine import Engine
 from .errors import ClosedError, SessionBroken, UsageError
-from .generation import Generation
+from .host import end_open
 from .model import Model
 from .reader import Progress
 from .sampling import GREEDY, Sampling
@@ -28,13 +28,18 @@ _ON_UNSUPPORTED: Final = ("refuse", "recompute")
 
 
 def verb(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P], R]:
-    """A public verb: one at a time, on an open and sound session, after the generation before it has ended."""
+    """A public verb: one at a time, on an open and sound session.
+
+    A generation that has begun and is not finished ends first, where it is: what was generated stays, and it is not
+    run to its end. A verb happens as a whole or not at all, whatever exception arrives at whatever place (see
+    :mod:`edgekv.recovery`); where that cannot be, the session is broken and says so.
+    """
 
     @functools.wraps(method)
     def call(self: B, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.lock:
             self._be_ready()
-            return method(self, *args, **kwargs)
+            return self._transcript.record.whole(functools.partial(method, self, *args, **kwargs))
 
     return call
 
@@ -79,7 +84,8 @@ class Base:
         lease = Lease()
         try:
             engine = _open(source, settings, changes, limit, lease.stack)
-            self._begin(Transcript(engine, restarts=on_unsupported == "recompute"), lease)
+            with engine.lock:
+                self._begin(recovery.whole(engine, (), functools.partial(_new, engine, on_unsupported)), lease)
         except BaseException:
             lease.stack.close()
             raise
@@ -91,7 +97,6 @@ class Base:
         self._reader = transcript.reader
         self._ledger = transcript.ledger
         self._spans = transcript.spans
-        self._generation: Generation | None = None
         self.sampling: Sampling = GREEDY
         self.memo = ""
 
@@ -112,10 +117,11 @@ class Base:
         """Free the cells nobody else holds, and the engine and model once no fork needs them. Closing twice is
         fine."""
         with self.lock:
+            nested = recovery.ready(self.engine)
             self.engine.check_idle()
-            if not self._closed:
+            if not self._closed and not nested:
+                recovery.whole(self.engine, (), self._transcript.record.release)
                 self._closed = True
-                self._transcript.record.release()
                 self._lease.give_back()
 
     def __exit__(self, *_: object) -> None:
@@ -123,20 +129,32 @@ class Base:
 
     def _be_ready(self) -> None:
         self._check_open()
+        nested = recovery.ready(self.engine)
         if broken := self._transcript.record.broken or self.engine.lost:
             raise SessionBroken(broken)
         self.engine.check_idle()
-        generation = self._generation
-        if generation is None or generation.finished:
-            return
-        if generation.started:
-            generation.close()
-        else:
-            generation.finish()
+        if not nested:
+            self._transcript.record.whole(self._transcript.finish)
+            end_open(self._transcript)
+
+    def _look(self) -> None:
+        """Before something is told of the session, with the lock held: raises ClosedError; what a verb left that was
+        cut short is taken back."""
+        self._check_open()
+        recovery.ready(self.engine)
+
+    def stop(self) -> bool:
+        """End the evaluation of this session that is under way in another thread, inside its batch: the call raises
+        Stopped there, and the session is as it was before it; a generation keeps its tokens and is closed.
+
+        Needs no lock. Returns whether there was one; where nothing is under way, nothing is stopped.
+        """
+        return self.engine.stop(self._transcript.record)
 
     def _check_open(self) -> None:
-        if self._closed or self.engine.closed:
+        if self._closed:
             raise ClosedError("the session was closed; open a new one")
+        self.engine.check_open()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._ledger.count(State.VISIBLE)} visible tokens"
@@ -149,6 +167,12 @@ class Base:
     @progress.setter
     def progress(self, callback: Progress | None) -> None:
         self._reader.progress = callback
+
+
+def _new(engine: Engine, on_unsupported: str) -> Transcript:
+    transcript = Transcript(engine, restarts=on_unsupported == "recompute")
+    transcript.record.begin()
+    return transcript
 
 
 def _open(

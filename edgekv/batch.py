@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from . import _llama
 from ._llama import lib
 from .model import TokenArray
 
@@ -37,14 +38,14 @@ class Batch:
         self.outputs: frozenset[int] = frozenset()  # batch indexes whose logits are kept
         self._num_seq = np.ones(size, np.int32)  # 0 would be a segmentation fault
         self._seq_at = np.uintp(self._seq.ctypes.data) + np.arange(size, dtype=np.uintp) * np.uintp(4)
-        self.native = lib.llama_batch(
-            0,
-            self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            None,
-            self._pos.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            self._num_seq.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            ctypes.cast(self._seq_at.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-            self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        self.native = _llama.set_fields(
+            lib.llama_batch(),
+            n_tokens=0,
+            token=self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            pos=self._pos.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            n_seq_id=self._num_seq.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=ctypes.cast(self._seq_at.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
     def fill(self, chunks: Sequence[Chunk]) -> list[int]:

@@ -52,6 +52,25 @@ class MemoryKind:
 # Their caches compress across tokens: a partial seq_cp aborts the process.
 _NO_PARTIAL_COPY: Final = frozenset({"deepseek4"})
 
+_TESTED: Final = """
+afmoe apertus arcee arctic arwkv7 baichuan bailingmoe bailingmoe2 bailingmoe3 bitnet bloom chameleon chatglm codeshell
+cogvlm cohere2 cohere2moe command-r dbrx deci deepseek deepseek2 deepseek2-ocr dots1 ernie4_5 ernie4_5-moe exaone
+exaone-moe exaone4 falcon falcon-h1 gemma gemma2 gemma3 gemma3n gemma4 glm4 glm4moe gpt-oss gpt2 gptj gptneox granite
+granite_swa granitehybrid granitemoe graniteswitch grok grovemoe hrm_text hunyuan-dense hunyuan-moe hunyuan_vl hy_v3
+internlm2 jais jais2 jamba kimi-k3 kimi-linear laguna lfm2 lfm2moe llama llama4 maincoder mamba mamba2 maple mellum
+mimo2 minicpm minicpm3 minimax-01 minimax-m2 mistral3 mistral4 mpt muse-glimmer nanbeige nemotron nemotron_h
+nemotron_h_moe olmo olmo2 olmoe openelm orion paddleocr pangu-embedded phi2 phi3 phimoe plamo plamo2 plamo3 plm
+pockettts qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen3tts qwen3vl qwen3vlmoe qwen4exp
+refact rwkv6 rwkv6qwen2 rwkv7 seed_oss smallthinker smollm3 spark2_5 stablelm starcoder starcoder2 step35 talkie
+xverse
+"""
+#: Architectures whose memory is of a class that was tested: one attention cache, that with a window, a recurrent state,
+#: or both (llama-model.cpp of llama-cpp-python 0.3.36, create_memory, default branch). Another class may assert that
+#: whole sequences are copied, and end the process at the first mask.
+TESTED: Final = frozenset(_TESTED.split())
+#: Set to 1, an architecture that was not tested is taken for one attention cache.
+UNTESTED: Final = "EDGEKV_ALLOW_UNTESTED"
+
 _HADAMARD: Final = 64  # llama-kv-cache.cpp: the smallest matrix a quantised K is turned by
 
 _M_ROPE = "positions have several components (M-RoPE), which llama.cpp cannot shift; gaps are kept"
@@ -75,6 +94,11 @@ def _keeps_state(kind: MemoryKind) -> str:
         return f"{kind.arch} is hybrid: its attention cells could go, its recurrent state would keep the text"
     if kind.arch in _NO_PARTIAL_COPY:
         return f"{kind.arch} compresses its cache across tokens: no part of it can be copied or hidden"
+    if kind.arch not in TESTED and os.environ.get(UNTESTED, "") in ("", "0"):
+        return (
+            f"the memory of {kind.arch} was not tested with edgekv, and llama.cpp may end the process where it cannot "
+            f"be masked; set {UNTESTED}=1 to try it"
+        )
     return ""
 
 

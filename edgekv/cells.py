@@ -10,8 +10,9 @@ tokens wait while others are read; sessions take the others.
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -27,13 +28,15 @@ from .errors import AuditFailed, ContextFull, DecodeFailed, MaskUnsupported, Usa
 from .memory import MIB
 from .model import Model
 from .settings import KEEPER, SCRATCH
-from .steps import Move
+from .steps import Drop, Move, Shift
 
 MAX_POS: Final = (1 << 31) - 1
 _SLICE_BYTES: Final = 4 * MIB  # of K and V at once outside the cache, so that small boards need little RAM beside it
 Blob: TypeAlias = npt.NDArray[np.uint8]
 _CELL_EXTRA: Final = 12  # bytes of a llama_kv_cell_ext, which some models' cells have
 _ALL: Final = -1  # llama.h: p0 or p1 < 0 is every position
+Call: TypeAlias = "functools.partial[Any]"
+_CALL: Final = functools.partial.__call__
 
 
 class Cells:
@@ -45,6 +48,7 @@ class Cells:
     def __init__(self, ctx: Any, model: Model, num_sequences: int, close_gaps: Capability, cell_bytes: int) -> None:
         self._ctx = ctx
         self._memory = lib.llama_get_memory(ctx)
+        self._copy = functools.partial(lib.llama_memory_seq_cp, self._memory)
         self._model = model
         self._close_gaps = close_gaps
         self.num_sequences: Final = num_sequences
@@ -55,6 +59,7 @@ class Cells:
             self._slice = min(self._slice, max(1, model.n_swa // 2))
         self.used = self.peak = 0
         self.pending_shift = False
+        self.touched = False  # whether llama.cpp may hold something else than when the verb under way began
 
     @property
     def free(self) -> int:
@@ -67,47 +72,63 @@ class Cells:
         if self.windowed:
             self._copy(run.seq, KEEPER, run.p0, run.p1)
 
+    def perform(self, calls: Iterable[Call], used: int = 0, then: Iterable[Call] = ()) -> None:
+        """Native calls, ``used`` more cells in use, and ``then``: all of them, with no bytecode in between.
+
+        An exception of a signal handler, or one that another thread sets, arrives between two bytecodes. Here the
+        interpreter runs none: ``map`` calls C functions (ctypes, dict methods) from C. So it comes before the first or
+        after the last. Raises DecodeFailed when llama.cpp refused to remove cells, after all calls were made.
+        """
+        counted = functools.partial(self.__dict__.update, used=self.used + used, peak=max(self.peak, self.used + used))
+        whole = (*calls, counted, *then)
+        self.touched = True
+        results = list(map(_CALL, whole))
+        if False in results:
+            raise DecodeFailed("llama.cpp refused to remove cells")
+
     # -- cells of one sequence ------------------------------------------------------------------------------------
+
+    def calls(self, step: Drop | Move | Shift) -> tuple[list[Call], int]:
+        """The native calls that carry a step out, which was checked, and how many cells more are in use afterwards.
+
+        Cells move by way of scratch, where nothing can collide. Raises MaskUnsupported where llama.cpp would answer
+        yes and keep the text (recurrent, hybrid), or abort.
+        """
+        run = CellRun(step.src if isinstance(step, Move) else step.seq, step.p0, step.p1)
+        if isinstance(step, Drop):
+            return self._removal(run), step.kept - (run.p1 - run.p0)
+        if isinstance(step, Shift):
+            return [self._shift(run, step.delta)], 0
+        if not step.delta:
+            return [*self._sharing(run, step.dst), self._leave(run)], 0
+        aside = run._replace(seq=SCRATCH)
+        moved = CellRun(SCRATCH, step.p0 + step.delta, step.p1 + step.delta)
+        up = [*self._sharing(run, SCRATCH), self._leave(run), self._shift(aside, step.delta)]
+        return [*up, *self._sharing(moved, step.dst), self._leave(moved)], 0
+
+    def over(self, move: Move) -> list[Call]:
+        """The native calls of a move to where other cells are, which go."""
+        there = CellRun(move.dst, move.p0 + move.delta, move.p1 + move.delta)
+        return [*self._removal(there), *self.calls(move)[0]]
 
     def drop(self, run: CellRun, kept: int = 0) -> None:
         """Take cells out of a sequence; all must be held. ``kept`` of them, which others hold too, are not freed."""
-        self.remove(run)
-        self.used -= run.p1 - run.p0 - kept
+        self.perform(*self.calls(Drop(*run, kept)))
 
     def share(self, run: CellRun, dst: int) -> None:
         """A second sequence holds these cells, too."""
-        self.check_mask()
-        self._check_range(run)
-        self.check_seq(dst)
-        self._copy(run.seq, dst, run.p0, run.p1)
+        self.perform(self._sharing(run, dst))
 
     def move(self, step: Move) -> None:
-        """Hand cells from one sequence to another, shifted on the way in scratch, where nothing can collide.
-
-        Raises MaskUnsupported where llama.cpp would answer yes and keep the text (recurrent, hybrid), or abort.
-        """
-        run = CellRun(step.src, step.p0, step.p1)
-        if not step.delta:
-            self.share(run, step.dst)
-            self._leave(run)
-            return
-        self._check_shift(step.p0, step.p1, step.delta)
-        self.share(run, SCRATCH)
-        self._leave(run)
-        self.shift(SCRATCH, step.p0, step.p1, step.delta)
-        moved = CellRun(SCRATCH, step.p0 + step.delta, step.p1 + step.delta)
-        self.share(moved, step.dst)
-        self._leave(moved)
+        """Hand cells from one sequence to another, shifted on the way."""
+        self.perform(*self.calls(step))
 
     def shift(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Add ``delta`` to positions [p0, p1) of ``seq``; K is rotated at the next decode, over the whole cache.
 
         Raises MaskUnsupported where llama.cpp cannot shift: it would abort, or rescale every K row.
         """
-        self._check_range(CellRun(seq, p0, p1))
-        self._check_shift(p0, p1, delta)
-        lib.llama_memory_seq_add(self._memory, seq, p0, p1, delta)
-        self.pending_shift = True
+        self.perform([self._shift(CellRun(seq, p0, p1), delta)])
 
     def own(self, run: CellRun) -> None:
         """Replace a sequence's cells by copies nobody else holds; another sequence must hold the old ones.
@@ -115,10 +136,9 @@ class Cells:
         The way is out of the cache and back in, so no shift may be pending.
         """
         for part, blob in self.copies(run):
-            self.put(part._replace(seq=SCRATCH), blob)
-            self._leave(part)
-            self._copy(SCRATCH, part.seq, part.p0, part.p1)
-            self._leave(part._replace(seq=SCRATCH))
+            aside = part._replace(seq=SCRATCH)
+            self.put(aside, blob)
+            self.perform([self._leave(part), *self._sharing(aside, part.seq), self._leave(aside)])
 
     def copies(self, run: CellRun) -> Iterator[tuple[CellRun, Blob]]:
         """Copies of a sequence's cells as llama.cpp writes them, slice by slice; the cells stay. No shift may be
@@ -126,12 +146,11 @@ class Cells:
         if self.pending_shift:
             raise UsageError("cells cannot be copied while a shift is pending")
         for part in self.slices(run):
-            with _llama.uninterrupted():
-                self.share(part, SCRATCH)
-                try:
-                    blob = self.save(SCRATCH)
-                finally:
-                    self._leave(part._replace(seq=SCRATCH))
+            self.share(part, SCRATCH)
+            try:
+                blob = self.save(SCRATCH)
+            finally:
+                self.perform([self._leave(part._replace(seq=SCRATCH))])
             self.check_positions(blob, part.p0, part.p1)  # before anybody relies on the copy
             yield part, blob
 
@@ -205,43 +224,81 @@ class Cells:
         return layout
 
     def remove(self, run: CellRun) -> None:
-        """Take cells out of a sequence for good, and out of the keeper too.
+        """Take cells out of a sequence for good, and out of the keeper too; the caller counts them."""
+        self.perform(self._removal(run))
 
-        The keeper holds cells of all sequences, so others at the same positions are put back into it.
-        """
-        self._leave(run)
+    def _removal(self, run: CellRun) -> list[Call]:
+        """The keeper holds cells of all sequences, so others at the same positions are put back into it."""
         if not self.windowed:
-            return
-        self._leave(run._replace(seq=KEEPER))
-        for other in range(self.num_sequences):
-            if other != KEEPER:
-                self._copy(other, KEEPER, run.p0, run.p1)
+            return [self._leave(run)]
+        others = [seq for seq in range(self.num_sequences) if seq != KEEPER]
+        again = [functools.partial(self._copy, other, KEEPER, run.p0, run.p1) for other in others]
+        return [self._leave(run), self._leave(run._replace(seq=KEEPER)), *again]
 
-    def _copy(self, src: int, dst: int, p0: int, p1: int) -> None:
-        lib.llama_memory_seq_cp(self._memory, src, dst, p0, p1)
-
-    def _leave(self, run: CellRun) -> None:
-        """Take cells out of a sequence while another one still holds them."""
+    def _sharing(self, run: CellRun, dst: int) -> list[Call]:
+        self.check_mask()
         self._check_range(run)
-        if not lib.llama_memory_seq_rm(self._memory, *run):
-            raise DecodeFailed(f"llama.cpp refused to remove positions [{run.p0}, {run.p1}) of sequence {run.seq}")
+        self.check_seq(dst)
+        return [functools.partial(self._copy, run.seq, dst, run.p0, run.p1)]
+
+    def _leave(self, run: CellRun) -> Call:
+        """Takes cells out of a sequence while another one still holds them."""
+        self._check_range(run)
+        return functools.partial(lib.llama_memory_seq_rm, self._memory, *run)
+
+    def _shift(self, run: CellRun, delta: int) -> Call:
+        self._check_range(run)
+        self._check_shift(run.p0, run.p1, delta)
+        self.pending_shift = True  # before the call: settling what is not pending costs little
+        return functools.partial(lib.llama_memory_seq_add, self._memory, *run, delta)
 
     # -- whole sequences ------------------------------------------------------------------------------------------
 
-    def replace(self, src: int, dst: int) -> None:
+    def replacing(self, src: int, dst: int) -> list[Call]:
         """Sequence ``dst`` becomes what ``src`` is, recurrent state and all; it shares the cells."""
         self.check_seq(src)
-        self.clear(dst)
-        self._copy(src, dst, _ALL, _ALL)
+        return [*self.clearing(dst), functools.partial(self._copy, src, dst, _ALL, _ALL)]
 
     def clear(self, seq: int) -> None:
         """Empty a sequence; the caller counts its cells. Works for every kind of memory."""
+        self.perform(self.clearing(seq))
+
+    def clearing(self, seq: int) -> list[Call]:
+        """The native calls of :meth:`clear`."""
         self.check_seq(seq)
         if not self._model.capabilities.mask:
-            if not lib.llama_memory_seq_rm(self._memory, seq, _ALL, _ALL):
-                raise DecodeFailed(f"llama.cpp refused to empty sequence {seq}")
-        elif (end := self.last_position(seq)) >= 0:
-            self.remove(CellRun(seq, 0, end + 1))
+            return [functools.partial(lib.llama_memory_seq_rm, self._memory, seq, _ALL, _ALL)]
+        end = self.last_position(seq)
+        return self._removal(CellRun(seq, 0, end + 1)) if end >= 0 else []
+
+    def only(self, wanted: Mapping[int, npt.NDArray[np.int32]]) -> set[int]:
+        """Take everything out of the cache but the positions ``wanted`` of each sequence (int32, sorted), and count the
+        cells again; of a model with states, nothing is taken out. Returns the sequences that lack some of theirs."""
+        if not self._model.capabilities.mask:
+            ends = {seq: int(pos[-1]) if len(pos) else -1 for seq, pos in wanted.items()}
+            for seq in set(range(self.num_sequences)) - ends.keys():
+                self.clear(seq)
+            return {seq for seq, end in ends.items() if self.last_position(seq) != end}
+        held: dict[int, list[int]] = {seq: [] for seq in range(self.num_sequences)}
+        for pos, sequences in self.members():
+            for seq in sequences:
+                held[seq].append(pos)
+        calls, lacking = [], set()
+        for seq, positions in held.items():
+            here, there = np.unique(np.asarray(positions, np.int32)), wanted.get(seq, np.empty(0, np.int32))
+            if seq == KEEPER:
+                continue
+            calls += [self._leave(CellRun(seq, *run)) for run in _runs(np.setdiff1d(here, there))]
+            if len(np.setdiff1d(there, here)):
+                lacking.add(seq)
+        if self.windowed:
+            if held[KEEPER]:
+                calls.append(self._leave(CellRun(KEEPER, 0, max(held[KEEPER]) + 1)))
+            calls += [functools.partial(self._copy, s, KEEPER, 0, MAX_POS) for s in held if s != KEEPER]
+        self.perform(calls)
+        self.used = len(self.members())
+        self.peak = max(self.peak, self.used)
+        return lacking
 
     def last_position(self, seq: int) -> int:
         """The highest position a sequence holds, -1 when it is empty."""
@@ -266,6 +323,7 @@ class Cells:
         if num_cells > self.free:
             raise ContextFull(f"a saved state takes {num_cells:,} cells and {self.free:,} are free")
         _llama.forget_messages()
+        self.touched = True
         if lib.llama_state_seq_set_data(self._ctx, _bytes(blob), len(blob), seq) != len(blob):
             self.clear(seq)
             raise AuditFailed(f"llama.cpp does not take this state: {_llama.last_messages() or 'no reason given'}")
@@ -282,6 +340,22 @@ class Cells:
         if lib.llama_state_set_data(self._ctx, _bytes(blob), size) != size:
             raise AuditFailed("llama.cpp did not take its own state back; open a new session")
         self.peak = self.used
+
+    def members(self) -> list[tuple[int, frozenset[int]]]:
+        """(position, sequences) of every cell in use, in the order of the cells.
+
+        llama.cpp has no call for it. But a state begins with what every cell holds: so a buffer that has room for that,
+        and not for K and V, is filled as far as it goes, and refused. Raises AuditFailed where that has changed, or
+        where edgekv does not know how cells are written.
+        """
+        layout = layout_of(self._model)
+        if not isinstance(layout, Layout):
+            raise AuditFailed(layout.reason)
+        most = 256 + self.size * (8 + layout.cell_extra) + 4 * self.size * self.num_sequences
+        begin = np.zeros(most, np.uint8)
+        with _llama.unsaid():
+            lib.llama_state_get_data(self._ctx, _bytes(begin), most)
+        return state_blob.members(begin, cell_extra=layout.cell_extra)
 
     # -- looking --------------------------------------------------------------------------------------------------
 
@@ -300,11 +374,11 @@ class Cells:
         return [caches[0], np.concatenate(slices) if slices else caches[1]]
 
     def _slice_positions(self, seq: int, p0: int, width: int) -> npt.NDArray[np.int32]:
-        self._copy(seq, SCRATCH, p0, p0 + width)
+        self.perform([functools.partial(self._copy, seq, SCRATCH, p0, p0 + width)])
         try:
             return self._blob_positions(SCRATCH)[1]
         finally:
-            self._leave(CellRun(SCRATCH, p0, p0 + width))
+            self.perform([self._leave(CellRun(SCRATCH, p0, p0 + width))])
 
     def _blob_positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
         return state_blob.positions(self.save(seq), cell_extra=self._layout.cell_extra)
@@ -365,12 +439,7 @@ _TRIED: Final = 4  # positions
 
 def _try_copying(model: Model) -> Layout:
     """Raises AuditFailed where what comes back is not what was saved, DecodeFailed."""
-    params = lib.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch, params.n_outputs_max, params.n_seq_max = 256, 32, 32, 2, 2
-    params.kv_unified = params.swa_full = True
-    params.offload_kqv = params.op_offload = False
-    params.n_threads = params.n_threads_batch = 1
-    context = lib.llama_init_from_model(model.ptr, params)
+    context = lib.llama_init_from_model(model.ptr, _llama.small_context(256, 32, n_sequences=2))
     if not context:
         raise DecodeFailed(f"no context to try it in: {_llama.last_messages() or 'no reason given'}")
     try:
@@ -417,3 +486,9 @@ def _saved(context: Any, seq: int) -> Blob:
 
 def _bytes(blob: Blob) -> Any:
     return blob.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+def _runs(positions: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Sorted positions as half-open runs."""
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(positions, cuts) if len(part)]

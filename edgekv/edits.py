@@ -301,7 +301,9 @@ class Edits(Base):
     @property
     def history(self) -> tuple[Receipt, ...]:
         """The receipts of this session's edits, oldest first; the newest 1,000."""
-        return self._transcript.journal.receipts
+        with self.lock:
+            self._look()
+            return self._transcript.journal.receipts
 
     @verb
     def compact(self) -> Receipt:

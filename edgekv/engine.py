@@ -6,10 +6,10 @@ cells.py does the same for sequences and cells.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -19,15 +19,39 @@ from . import _llama, kv_check, memory
 from ._llama import lib, uninterrupted
 from .batch import Batch, Chunk
 from .capabilities import Capability
-from .cells import MAX_POS, Blob, Cells
+from .cells import MAX_POS, Blob, Call, Cells
 from .columns import CellRun
-from .errors import AuditFailed, BadState, ClosedError, ContextFull, DecodeFailed, NoLogits, TooLarge, UsageError
+from .errors import (
+    AuditFailed,
+    BadState,
+    ClosedError,
+    ContextFull,
+    DecodeFailed,
+    NoLogits,
+    Stopped,
+    TooLarge,
+    UsageError,
+)
 from .fair_lock import FairLock
 from .model import Model
 from .parking import Parking
-from .settings import NUM_RESERVED, SCRATCH, Settings
+from .settings import ASIDE, NUM_RESERVED, SCRATCH, Settings
 from .shares import Shares
-from .steps import Drop, Load, Move, Own, Shift, Step
+from .steps import Drop, Load, Move, Own, Step
+
+_ABORTED: Final = 2  # llama.h, llama_decode
+_STOPPED: Final = "the evaluation was stopped; the session is as it was before the call"
+_AT_ONCE: Final = 32  # tokens of a batch that the main thread may decode itself
+
+
+class _Evaluation:
+    """Tokens of ``owner`` that are being evaluated."""
+
+    __slots__ = ("owner", "stopped")
+
+    def __init__(self, owner: object) -> None:
+        self.owner, self.stopped = owner, False
+
 
 _NO_SLOT: Final = 1  # llama_decode: not enough cells are free
 
@@ -51,7 +75,8 @@ class Engine:
         settings.check()
         self.model: Final = model
         self.settings: Final = settings
-        self.lock: Final = FairLock()
+        self.lock = FairLock()
+        self._inherited = False
         self.close_gaps: Final = model.close_gaps(settings.kv_type)
         self.can_shift: Final = bool(self.close_gaps)
         self._refuse_too_large()
@@ -71,12 +96,21 @@ class Engine:
         self.parking: Final = Parking(settings.parked_limit, lambda: settings.spill_folder)
         self.lost = ""  # why no session on this engine can go on
         self.reading = False  # while a session reads and its progress callback may run
+        self.aborted = 0  # decodes that ended inside a batch
+        self.serial = 0  # of the newest decode, whose logits are in the buffer
+        self.unit: Any = None  # of recovery: how things were before the verb that is under way, or was cut short
+        self.owners: dict[int, weakref.ref[Any]] = {}  # live sequence -> the record whose cells it holds
+        self._running: _llama.Job | None = None
+        self._abort = _llama.AbortFlag()
+        self._evaluating: _Evaluation | None = None  # see stop()
         self._free_sequences = list(range(NUM_RESERVED, self._num_sequences))
         self._batch = Batch(self.n_batch)
         self._outputs: frozenset[int] = frozenset()
         self._holders: tuple[weakref.ref[LogitsHolder], ...] = ()
         model.count_engine(+1)
         self._free = weakref.finalize(self, _free_context, self._ctx, model)
+        self._abort.install(self._ctx)
+        _llama.opened.add(self)
 
     def _refuse_too_large(self) -> None:
         s = self.settings
@@ -95,20 +129,29 @@ class Engine:
     def _open(self) -> Any:
         s = self.settings
         _llama.forget_messages()
-        params = lib.llama_context_default_params()
-        params.n_ctx = memory.cells_for(s.n_ctx)
-        # One micro-batch a decode: a call that fails leaves nothing of itself behind (llama-context.cpp, decode). Only
-        # settle() asks for more, and is refused.
-        params.n_batch, params.n_ubatch = params.n_ctx, min(s.n_batch, params.n_ctx)
-        params.n_seq_max = self._num_sequences
-        params.n_outputs_max = self.max_outputs
-        params.n_threads = params.n_threads_batch = s.threads
-        params.flash_attn_type = 1 if s.flash_attention else 0
-        params.type_k = params.type_v = _llama.KV_TYPE_IDS[s.kv_type]
-        params.kv_unified = True  # several streams: a partial seq_cp aborts
-        params.swa_full = True  # else hidden cells block a window's recycling
-        params.rope_freq_base, params.rope_freq_scale = s.rope_freq_base, s.rope_freq_scale  # 0: the model's own
-        params.offload_kqv = params.op_offload = False
+        n_ctx = memory.cells_for(s.n_ctx)
+        kv_type, flash = _llama.kv_type_id(s.kv_type), "ENABLED" if s.flash_attention else "DISABLED"
+        params = _llama.set_fields(
+            lib.llama_context_default_params(),
+            n_ctx=n_ctx,
+            # One micro-batch a decode: a call that fails leaves nothing of itself behind (llama-context.cpp, decode).
+            # Only settle() asks for more, and is refused.
+            n_batch=n_ctx,
+            n_ubatch=min(s.n_batch, n_ctx),
+            n_seq_max=self._num_sequences,
+            n_outputs_max=self.max_outputs,
+            n_threads=s.threads,
+            n_threads_batch=s.threads,
+            flash_attn_type=getattr(lib, f"LLAMA_FLASH_ATTN_TYPE_{flash}"),
+            type_k=kv_type,
+            type_v=kv_type,
+            kv_unified=True,  # several streams: a partial seq_cp aborts
+            swa_full=True,  # else hidden cells block a window's recycling
+            rope_freq_base=s.rope_freq_base,  # 0: the model's own
+            rope_freq_scale=s.rope_freq_scale,
+            offload_kqv=False,
+            op_offload=False,
+        )
         ctx = lib.llama_init_from_model(self.model.ptr, params)
         if not ctx:
             raise TooLarge(f"llama.cpp could not open the context: {_llama.last_messages() or 'no reason given'}")
@@ -119,6 +162,7 @@ class Engine:
     def close(self) -> None:
         """Free the context; closing twice is fine."""
         with self.lock:
+            self.idle()
             self._free()
             self.parking.close()
 
@@ -135,34 +179,52 @@ class Engine:
     @property
     def ctx(self) -> Any:
         """The native llama_context pointer; raises ClosedError after close()."""
-        self._check_open()
+        self.check_open()
         return self._ctx
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError after close(), and in a child process."""
         if not self._free.alive:
-            raise ClosedError("the engine was closed; open a new session")
+            raise ClosedError(
+                f"the engine {_llama.INHERITED}" if self._inherited else "the engine was closed; open a new session"
+            )
+
+    def inherit(self) -> None:
+        """In a child process: the context, the lock and the files of parked spans are the parent's."""
+        self._inherited, self.lock, self.unit, self._running = True, FairLock(), None, None
+        self._free.detach()
+        self.parking.forget()
 
     def check_idle(self) -> None:
         """Raise BadState while a session on this engine reads: its progress callback can touch none of them."""
         if self.reading:
             raise BadState("a session on this engine is still reading; its progress callback cannot touch any of them")
 
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """While a session's progress callback may run, which can touch none of them."""
-        with self.lock:
-            self._check_open()
-            self.check_idle()
-            self.reading = True
-            try:
-                yield
-            finally:
-                self.reading = False
+    def stop(self, owner: object = None) -> bool:
+        """End the evaluation that is under way, inside its batch: it raises Stopped, and its session is as before the
+        call. From any thread, without the lock; ``owner``: only where it is this record's. Returns whether there was
+        one."""
+        evaluation = self._evaluating
+        if evaluation is None or owner not in (None, evaluation.owner):
+            return False
+        evaluation.stopped = True
+        self._abort.set()
+        return True
+
+    def evaluate_for(self, owner: object) -> None:
+        """From now on :meth:`stop` ends what ``owner`` evaluates; None: nobody does."""
+        self._evaluating = None if owner is None else _Evaluation(owner)
+        self._abort.clear()
+
+    def check_stopped(self) -> None:
+        """Raise Stopped where :meth:`stop` was called: between two batches."""
+        if self._evaluating is not None and self._evaluating.stopped:
+            raise Stopped(_STOPPED)
 
     def take_sequences(self) -> list[int]:
         """Sequence ids for one more session: its live sequence, then its archives."""
         with self.lock:
-            self._check_open()
+            self.check_open()
             count = 1 + self._num_archives
             if len(self._free_sequences) < count:
                 raise UsageError(
@@ -177,10 +239,69 @@ class Engine:
         with self.lock:
             if self.closed:
                 return
-            for seq in sequences:
-                self._cells.clear(seq)
-                self._free_sequences.append(seq)
-            self._cells.used -= num_cells
+            calls = [call for seq in sequences for call in self._cells.clearing(seq)]
+            free = [*self._free_sequences, *sequences]
+            self._cells.perform(calls, -num_cells, [partial(self.__dict__.update, _free_sequences=free)])
+
+    # -- for recovery -------------------------------------------------------------------------------------------
+
+    @property
+    def touched(self) -> bool:
+        """Whether llama.cpp may hold something else than when ``unit`` began."""
+        return self._cells.touched
+
+    def touch(self) -> None:
+        """It may."""
+        self._cells.touched = True
+
+    def untouched(self) -> list[Call]:
+        """The call after which it does not."""
+        return [partial(self._cells.__dict__.update, touched=False)]
+
+    def idle(self) -> None:
+        """Until no decode runs that was left running in another thread; nobody reads."""
+        if self._running is not None:
+            self._abort.set()
+            self._running.cancel()
+            self._running = None
+        self.reading = False
+        self.evaluate_for(None)
+
+    def bring_back(self, moves: Iterable[Move], then: Iterable[Call]) -> None:
+        """Carry out moves, over what was read in their places."""
+        with self.lock:
+            calls = [call for move in moves for call in self.cells.over(move)]
+            self.cells.perform(calls, 0, then)
+
+    def become_aside(self, seq: int, then: Iterable[Call]) -> None:
+        """A sequence is again what its copy aside is."""
+        self.become(ASIDE, seq, 0, then)
+
+    def hold_only(self, wanted: Mapping[int, npt.NDArray[np.int32]]) -> set[int]:
+        """See :meth:`Cells.only`."""
+        with self.lock:
+            return self.cells.only(wanted)
+
+    def members(self) -> dict[tuple[int, int], frozenset[int]]:
+        """(sequence, position) -> the sequences that hold that cell."""
+        with self.lock:
+            return {(seq, pos): held for pos, held in self.cells.members() for seq in held}
+
+    def free_but(self, sequences: set[int]) -> None:
+        """All other sequences are free for new sessions."""
+        self._free_sequences = [seq for seq in range(NUM_RESERVED, self._num_sequences) if seq not in sequences]
+
+    def checked(self, num_cells: int) -> None:
+        """llama.cpp holds what the ledgers say, ``num_cells`` cells."""
+        if self._cells.touched:
+            self._cells.used = num_cells
+        self._cells.touched = False
+
+    @property
+    def cells(self) -> Cells:
+        """Raises ClosedError after close()."""
+        self.check_open()
+        return self._cells
 
     # -- decode -------------------------------------------------------------------------------------------------
 
@@ -224,28 +345,31 @@ class Engine:
         find_slot). So there every cell is held by a second sequence as well, the keeper.
         """
         with self.lock:
-            self._check_open()
+            self.check_open()
             self._check_chunks(chunks)
             ends = self._batch.fill(chunks)
             self._run([CellRun(c.seq, c.pos, c.pos + len(c.tokens)) for c in chunks], holders)
             return ends
 
-    def decode_one(self, seq: int, pos: int, token: int, holder: LogitsHolder) -> None:
+    def decode_one(self, seq: int, pos: int, token: int, holder: LogitsHolder, owner: object) -> None:
         """Read one token and keep its logits, at batch index 0; otherwise as :meth:`decode`.
 
         The path of every generated token: what Python touches between two decodes has left the CPU's caches, so it
         touches little.
         """
         with self.lock:
-            self._check_open()
+            self.check_open()
             self._check_place(seq, pos, 1)
             self._batch.fill_one(seq, pos, self.model.check_token(token))
+            self.evaluate_for(owner)
             self._run((CellRun(seq, pos, pos + 1),), (holder,))
 
     def _run(self, runs: Sequence[CellRun], holders: Sequence[LogitsHolder]) -> None:
         """Decode the batch as it is filled, into cells at these places."""
         self._keep_logits(holders)
-        code = lib.llama_decode(self._ctx, self._batch.native)
+        self._cells.touched = True
+        self.serial += 1
+        code = self._decode_native()
         self._cells.pending_shift = False
         if code:
             self._take_back(runs, code)
@@ -253,6 +377,26 @@ class Engine:
             self._cells.taken(run)
         self._outputs = self._batch.outputs
         self._holders = tuple(map(weakref.ref, holders))
+
+    def _decode_native(self) -> int:
+        """llama_decode, in another thread where it may take long and this is the main thread.
+
+        Python runs signal handlers in the main thread, between bytecodes: Ctrl-C, or a handler that raises, would wait
+        for the end of the batch. So the main thread waits for the other one, and an exception aborts the decode.
+        """
+        apart = _llama.forked and self.settings.threads > 1
+        if not apart and (self._batch.native.n_tokens <= _AT_ONCE or not _llama.in_main_thread()):
+            return int(lib.llama_decode(self._ctx, self._batch.native))
+        self._running = job = _llama.Job(lib.llama_decode, self._ctx, self._batch.native)
+        with self._abort.on_ctrl_c():
+            try:
+                job.start()
+                job.wait()
+            except BaseException:
+                self.idle()
+                raise
+        self._running = None
+        return int(job.result)
 
     def _keep_logits(self, but: Sequence[LogitsHolder]) -> None:
         """The logits are about to be overwritten: those who still need theirs copy them."""
@@ -283,19 +427,25 @@ class Engine:
             raise UsageError(f"sequence {seq} continues at position {newest + 1}, not at {pos}")
 
     def _take_back(self, runs: Sequence[CellRun], code: int) -> None:
+        """llama.cpp takes the tokens of a batch that failed out again; a state has then lost what was before them."""
         if code == _NO_SLOT:
             wanted = sum(p1 - p0 for _, p0, p1 in runs)
             raise ContextFull(f"{wanted} tokens need as many cells and llama.cpp has none free")
-        if self.model.capabilities.rewind:  # else a state: what it took in cannot be taken out again
+        if self.model.capabilities.mask:
             for run in runs:
                 self._cells.remove(run)
+        if code == _ABORTED:
+            self.aborted += 1
+            self._abort.clear()
+            _llama.raise_if_interrupted()
+            raise Stopped(_STOPPED)
         raise DecodeFailed(f"llama_decode returned {code}: {_llama.last_messages() or 'no reason given'}")
 
     # -- logits -------------------------------------------------------------------------------------------------
 
     def check_row(self, row: int) -> int:
         """Raise NoLogits unless batch index ``row`` of the last decode kept its logits."""
-        self._check_open()
+        self.check_open()
         if row not in self._outputs:
             raise NoLogits(f"the last decode kept no logits at batch index {row}")
         return row
@@ -318,22 +468,25 @@ class Engine:
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
-    def apply(self, steps: Iterable[Step]) -> None:
-        """Carry out the steps of a plan in order. Each is checked before llama.cpp sees it."""
-        with self._open_cells() as cells:
-            for step in steps:
-                self._apply_step(cells, step)
+    def apply(self, steps: Iterable[Step], then: Iterable[Call] = ()) -> None:
+        """Carry out the steps of a plan in order, then the calls; each is checked before llama.cpp sees it.
 
-    def _apply_step(self, cells: Cells, step: Step) -> None:
-        if isinstance(step, Drop):
-            cells.drop(CellRun(step.seq, step.p0, step.p1), step.kept)
-        elif isinstance(step, Shift):
-            cells.shift(step.seq, step.p0, step.p1, step.delta)
-        elif isinstance(step, Own):
-            self.settle()
-            cells.own(CellRun(step.seq, step.p0, step.p1))
-        else:
-            cells.move(step)
+        What comes after the last Own happens with no bytecode in between, see :meth:`Cells.perform`.
+        """
+        with self.lock:
+            cells = self.cells
+            calls: list[Call] = []
+            used = 0
+            for step in steps:
+                if isinstance(step, Own):
+                    cells.perform(calls, used)
+                    calls, used = [], 0
+                    self.settle()
+                    cells.own(CellRun(step.seq, step.p0, step.p1))
+                else:
+                    more, change = cells.calls(step)
+                    calls, used = calls + more, used + change
+            cells.perform(calls, used, then)
 
     def drop(self, seq: int, p0: int, p1: int) -> None:
         """Free the cells of one sequence at positions [p0, p1); all of them must be held, and by nobody else."""
@@ -341,23 +494,29 @@ class Engine:
 
     def share(self, runs: Iterable[CellRun], dst: int) -> None:
         """A second sequence holds these cells, too."""
-        with self._open_cells() as cells:
+        with self.lock:
+            cells = self.cells
             for run in runs:
                 cells.share(run, dst)
 
-    def replace(self, src: int, dst: int) -> None:
+    def replace(self, src: int, dst: int, then: Iterable[Call] = ()) -> None:
         """Sequence ``dst`` becomes what ``src`` is, recurrent state and all, and what it held is dropped.
 
         The two share cells from then on; what was dropped is not counted as free, see :meth:`clear`.
         """
-        with self._open_cells() as cells:
-            cells.replace(src, dst)
+        with self.lock:
+            self.cells.perform(self.cells.replacing(src, dst), 0, then)
 
-    def clear(self, seq: int, num_cells: int) -> None:
+    def become(self, src: int, dst: int, num_cells: int, then: Iterable[Call] = ()) -> None:
+        """As :meth:`replace`, and ``src`` is empty then; ``num_cells`` cells of what ``dst`` held are free."""
+        with self.lock:
+            calls = [*self.cells.replacing(src, dst), *self.cells.clearing(src)]
+            self.cells.perform(calls, -num_cells, then)
+
+    def clear(self, seq: int, num_cells: int, then: Iterable[Call] = ()) -> None:
         """Empty a sequence, of whose cells ``num_cells`` are free then. Works for every kind of memory."""
-        with self._open_cells() as cells:
-            cells.clear(seq)
-            cells.used -= num_cells
+        with self.lock:
+            self.cells.perform(self.cells.clearing(seq), -num_cells, then)
 
     def settle(self) -> None:
         """Have pending shifts applied: state read before that is corrupt (llama.cpp applies them in llama_decode).
@@ -365,7 +524,8 @@ class Engine:
         A decode that asks for as many cells as there are is refused, after it has applied them. So no cell is written,
         and what is evaluated next comes to the cells that it would have come to.
         """
-        with self._open_cells() as cells, uninterrupted():
+        with self.lock, uninterrupted():
+            cells = self.cells
             if not cells.pending_shift:
                 return
             self._keep_logits(())
@@ -381,13 +541,13 @@ class Engine:
     @property
     def can_copy(self) -> Capability:
         """Whether cells can be parked, copied for a fork and saved: what this model's memory was seen to do."""
-        with self._open_cells() as cells:
-            return cells.can_copy
+        with self.lock:
+            return self.cells.can_copy
 
     def check_copies(self) -> None:
         """Raise MaskUnsupported where cells cannot be copied."""
-        with self._open_cells() as cells:
-            cells.check_copy()
+        with self.lock:
+            self.cells.check_copy()
 
     def check_steps(self, steps: Iterable[Step]) -> None:
         """Raise MaskUnsupported where one of them copies cells and cells cannot be copied."""
@@ -405,7 +565,8 @@ class Engine:
 
     def state(self, seq: int) -> Blob:
         """The whole state of a sequence, of any kind of memory; with a window without what lies outside it."""
-        with self._open_cells() as cells:
+        with self.lock:
+            cells = self.cells
             self.settle()
             return cells.save(seq)
 
@@ -414,7 +575,8 @@ class Engine:
 
         Raises ContextFull, AuditFailed (it is another one).
         """
-        with self._open_cells() as cells, uninterrupted():
+        with self.lock, uninterrupted():
+            cells = self.cells
             cells.check_state(blob, num_cells)
             cells.load(seq, blob, num_cells)
             if cells.last_position(seq) != num_cells - 1:
@@ -432,7 +594,8 @@ class Engine:
 
         By way of scratch, as a load empties its sequence first. Raises ContextFull, AuditFailed (it holds others).
         """
-        with self._open_cells() as cells, uninterrupted():
+        with self.lock, uninterrupted():
+            cells = self.cells
             cells.put(run._replace(seq=SCRATCH), blob)
             if delta:
                 cells.shift(SCRATCH, run.p0, run.p1, delta)
@@ -444,7 +607,8 @@ class Engine:
         Where there is room, the blob is loaded as a whole and the rest of it dropped: cutting it costs as much as it is
         long, for every stretch. Raises as :meth:`load`.
         """
-        with self._open_cells() as cells, uninterrupted():
+        with self.lock, uninterrupted():
+            cells = self.cells
             first, last = cells.bounds(blob)
             if any(load.p0 < first or load.p1 > last for load in loads):
                 raise AuditFailed(f"these K and V are those of positions [{first}, {last}), and others are wanted")
@@ -455,24 +619,18 @@ class Engine:
                 cells.clear(SCRATCH)
                 cells.used -= last - first - sum(load.p1 - load.p0 for load in loads)
                 return
-            done: list[Load] = []
-            try:
-                for load in loads:
-                    whole = (load.p0, load.p1) == (first, last)
-                    part = blob if whole else cells.cut(blob, load.p0, load.p1)
-                    self.load(CellRun(seq, load.p0, load.p1), part, load.delta)
-                    done.append(load)
-            except BaseException:
-                for load in done:
-                    cells.drop(CellRun(seq, *load.to))
-                raise
+            for load in loads:
+                whole = (load.p0, load.p1) == (first, last)
+                part = blob if whole else cells.cut(blob, load.p0, load.p1)
+                self.load(CellRun(seq, load.p0, load.p1), part, load.delta)
 
     def compact(self) -> None:
         """Put the cells in use in a row, so that decode scans no others. Positions and sequences stay.
 
         Raises TooLarge when free RAM does not hold a copy of what they hold, before anything is touched.
         """
-        with self._open_cells() as cells:
+        with self.lock:
+            cells = self.cells
             self.settle()
             self.check_copy(cells.used, "compacting")
             self._keep_logits(())
@@ -494,21 +652,17 @@ class Engine:
 
     def last_position(self, seq: int) -> int:
         """The highest position a sequence holds, -1 when it is empty."""
-        with self._open_cells() as cells:
+        with self.lock:
+            cells = self.cells
             return cells.last_position(seq)
 
     def positions(self, seq: int) -> list[npt.NDArray[np.int32]]:
         """The positions llama.cpp really holds in a sequence; see :meth:`Cells.positions`."""
-        with self._open_cells() as cells:
+        with self.lock:
+            cells = self.cells
             cells.check_seq(seq)
             self.settle()
             return cells.positions(seq)
-
-    @contextlib.contextmanager
-    def _open_cells(self) -> Iterator[Cells]:
-        with self.lock:
-            self._check_open()
-            yield self._cells
 
 
 def _padded(num_cells: int) -> int:

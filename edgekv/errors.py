@@ -24,6 +24,7 @@
     ├── NoLogits                    nothing to sample from: the session is empty
     ├── GrammarStuck                no token continues the grammar; what was generated stays
     ├── DecodeFailed                llama.cpp failed inside a decode; the session was rolled back
+    ├── Stopped                     stop() ended the evaluation; the session is as it was before the call
     ├── SessionBroken               an edit failed half way; the message says how to go on
     ├── ChatBroken                  the session does not hold what the chat template rendered
     └── AuditFailed                 llama.cpp does not hold what the ledger says
@@ -128,6 +129,10 @@ class GrammarStuck(EdgekvError):
 
 class DecodeFailed(EdgekvError):
     """llama.cpp reported a failure inside llama_decode."""
+
+
+class Stopped(EdgekvError):
+    """Session.stop() or Engine.stop() ended an evaluation."""
 
 
 class SessionBroken(EdgekvError):

@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from . import recovery
 from ._llama import uninterrupted
 from .errors import BadState, UsageError
 from .host import Host
@@ -38,9 +40,11 @@ class Request:
 class Generation:
     """Pieces of text as they are sampled; every piece handed out is in the cache already.
 
-    It starts when its first piece, ``text``, ``span`` or ``timings`` is asked for, or at the session's next verb,
-    whichever comes first: code that reads top to bottom does what it says. Left half read, it stays where it is;
-    the session's next verb ends it there. Ctrl-C ends it and keeps what was said.
+    It is lazy: it begins with its first token, from whatever is in the session by then, and holds nothing before; its
+    name must be free then. Left half read, it stays where it is. Any verb of the session, or another generation that
+    begins on it, ends it there: ``finish_reason`` is "closed", what was generated stays in the session and in
+    ``tokens`` and ``text``, and text that was held back comes as its last piece. (Edits inside ``Session.midway`` do
+    not.) ``text``, ``span`` and ``timings`` generate what is left first. Ctrl-C ends it as a verb does.
 
     ``finish_reason``: "end" (the model's own end token), "stop" (a stop string, which is taken out again),
     "length", or "closed".
@@ -60,6 +64,7 @@ class Generation:
         self._shown = 0
         self._marks: list[int] = []  # characters complete after each token, -1 inside a character
         self._span: Span | None = None
+        self.cut_short = False  # while a step is under way
         self._coming: asyncio.Future[str | None] | None = None  # what a cancelled task asked for
         self._turn = Turn()
 
@@ -113,7 +118,7 @@ class Generation:
         """End it where it is; what was generated stays in the session."""
         with self.host.lock, uninterrupted():
             if not self.finished:
-                self._end("closed")
+                self.host.whole(lambda: self._end("closed"), self)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -127,11 +132,19 @@ class Generation:
     def step(self) -> str | None:
         """One token more: the text that may be shown now, often none; None when there is nothing more to come."""
         with self.host.lock:  # a verb of another thread may have ended it since the last step
+            self.settle()
             self.host.engine.check_idle()
             if not self.finished:
                 self._try_step()
             piece = self.release()
             return None if self.finished and not piece else piece
+
+    def settle(self) -> None:
+        """One whose step was cut short, after a token was drawn that was not kept, does not go on."""
+        recovery.ready(self.host.engine)
+        if self.cut_short:
+            self.cut_short = False
+            self.give_up()
 
     def __aiter__(self) -> AsyncIterator[str]:
         """The same pieces for ``async for``; each is made in a worker thread, so the event loop goes on meanwhile.
@@ -158,9 +171,14 @@ class Generation:
     def _try_step(self) -> None:
         try:
             with uninterrupted():  # a token is in the cache and in the text, or in neither
-                self._step()
+                if not self.started:
+                    self.begin()
+                self.cut_short = True
+                self.host.whole(self._step, self)
+                self.cut_short = False
         except BaseException:
-            self.give_up()
+            self.cut_short = True
+            self.settle()
             raise
 
     def _step(self) -> None:
@@ -196,24 +214,45 @@ class Generation:
     def give_up(self) -> None:
         """Something failed: it ends here and keeps what was said."""
         with uninterrupted():
-            if self.started:
+            if self.started and self.host.open:
                 self.close()
-            else:
-                self.finish_reason = "closed"  # it never began: it has no span
+            elif not self.finished:
+                self.finish_reason = "closed"  # it never began, or the session is gone: it has no span
+
+    def begin(self) -> None:
+        """What comes before its first token, as a whole."""
+        self.host.whole(self._start, self)
 
     def _start(self) -> None:
+        self.host.end_open()
         self._started_at = time.perf_counter()
-        self._sampler, self.start_index = self.host.begin(self.request.sampling)
+        self._sampler, self.start_index = self.host.begin(self)
         self.seed = self._sampler.seed
 
     def _end(self, reason: str) -> None:
         self._ended_at = time.perf_counter()
-        self._text += self._stream.finish() if reason != "stop" else ""
-        self.finish_reason = reason
         if self._sampler is None:  # closed before it began: nothing was sampled, an empty span marks the place
-            self._sampler, self.start_index = self.host.begin(self.request.sampling)
+            self._start()
+            assert self._sampler is not None
         self._sampler.close()
         self._span, self._turn = self.host.end(self.request.name, self.request.role, self.start_index)
+        self._text += self._stream.finish() if reason != "stop" else ""
+        self.finish_reason = reason
+
+    def kept(self) -> dict[str, Any]:
+        """What it is now."""
+        mine = dict(vars(self))
+        for name in ("cut_short", "_coming"):
+            del mine[name]
+        return {**mine, "tokens": list(self.tokens), "_marks": list(self._marks), "_stream": self._stream.copy()}
+
+    def restore_kept(self, before: dict[str, Any]) -> None:
+        again = {
+            "tokens": list(before["tokens"]),
+            "_marks": list(before["_marks"]),
+            "_stream": before["_stream"].copy(),
+        }
+        vars(self).update(before, **again)
 
     def _find_stop(self) -> int | None:
         """Where the first stop string begins in the text not yet shown."""

@@ -68,9 +68,9 @@ class History:
         if last is None or special or last.hidden != hidden or last.gap != gap:
             self.epochs.append(Epoch(hidden, [(start, stop)], gap))
         elif last.computed and last.computed[-1][1] == start:
-            last.computed[-1] = (last.computed[-1][0], stop)
+            last.computed = [*last.computed[:-1], (last.computed[-1][0], stop)]
         else:
-            last.computed.append((start, stop))
+            last.computed = [*last.computed, (start, stop)]
 
     def computed_again(self, row: int, hidden: View, gap: int | None = None) -> None:
         """One token was read again, in place."""
@@ -145,9 +145,8 @@ class History:
 
     def truncate(self, stop: int) -> None:
         """Computations of tokens at or behind ``stop`` never happened."""
-        for epoch in self.epochs:
-            epoch.computed = [(a, min(b, stop)) for a, b in epoch.computed if a < stop]
-        self.epochs = [e for e in self.epochs if e.computed]
+        cut = (replace(e, computed=[(a, min(b, stop)) for a, b in e.computed if a < stop]) for e in self.epochs)
+        self.epochs = [e for e in cut if e.computed]
 
     def influenced(self, span: Sequence[Range], length: int) -> npt.NDArray[np.bool_]:
         """bool (length,): the tokens outside ``span`` whose K and V depend on it. Each epoch costs O(length)."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -13,10 +14,17 @@ from .engine import Engine
 from .errors import ClosedError
 from .model import Model
 from .next_logits import NextLogits
-from .sampling import Sampler, Sampling
+from .record import Record
+from .recovery import Keeps
+from .sampling import Sampler
 from .spans import Range, Span, SpanTable
 from .tally import Turn
 from .transcript import Transcript
+
+if TYPE_CHECKING:
+    from .generation import Generation
+
+R = TypeVar("R")
 
 BOS_NAME: Final = "<bos>"
 
@@ -24,6 +32,12 @@ BOS_NAME: Final = "<bos>"
 def register_bos(spans: SpanTable, read: Range) -> Span:
     """The span of the model's own first token, the first of those read."""
     return spans.add(Span(BOS_NAME, read[0], read[0] + 1, "control"))
+
+
+def end_open(transcript: Transcript) -> None:
+    """A generation of this session that has begun ends where it is, with what was generated."""
+    if transcript.record.generation is not None:
+        transcript.record.generation.close()
 
 
 class Host:
@@ -42,20 +56,40 @@ class Host:
         return self.engine.lock
 
     @property
+    def record(self) -> Record:
+        return self._record
+
+    @property
     def open(self) -> bool:
         """Whether the session can go on."""
         return not (self._record.released or self._record.broken or self.engine.lost or self.engine.closed)
 
-    def begin(self, sampling: Sampling) -> tuple[Sampler, int]:
-        """A sampler whose penalties count what is visible now, and the index generated tokens begin at."""
+    def begin(self, generation: Generation) -> tuple[Sampler, int]:
+        """A sampler whose penalties count what is visible now, and the index generated tokens begin at.
+
+        A generation that is open ends where it is. Raises ClosedError, UsageError (the name is taken by now).
+        """
+        sampling, name = generation.request.sampling, generation.request.name
         if not self.open:
             raise ClosedError("the session was closed; open a new one")
+        if name is not None:
+            self._transcript.spans.check_name(name)
         if self._ledger.blank and self.model.bos is not None:
             bos = np.asarray([self.model.bos], np.int32)
             self._reader.read(bos, lambda read: register_bos(self._transcript.spans, read))
         visible, masked = self._ledger.count(State.VISIBLE), self._ledger.count(State.MASKED)
         self._record.tally.begin_generation(visible, masked)
-        return Sampler(self.model, sampling, self._ledger.visible_tokens), len(self._ledger)
+        sampler = Sampler(self.model, sampling, self._ledger.visible_tokens)
+        self._record.generation = generation
+        return sampler, len(self._ledger)
+
+    def end_open(self) -> None:
+        """A generation that has begun ends where it is."""
+        end_open(self._transcript)
+
+    def whole(self, work: Callable[[], R], *others: Keeps) -> R:
+        """See :func:`edgekv.recovery.whole`."""
+        return self._record.whole(work, *others)
 
     def sample(self, sampler: Sampler) -> int:
         """Draw the next token."""
@@ -98,7 +132,8 @@ class Host:
         return [int(t) for t in tokens]
 
     def end(self, name: str | None, role: str, start: int) -> tuple[Span, Turn]:
-        """Register what was generated from index ``start`` on as a span."""
+        """Register what was generated from index ``start`` on as a span; the generation is over."""
+        self._record.generation = None
         spans, kept = self._transcript.spans, ~self._ledger.columns.where(State.DROPPED)
         left = np.flatnonzero(self._ledger.places.by_index(kept)[start:])  # a stop string was dropped
         stop = start + int(left[-1]) + 1 if len(left) else start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -51,8 +50,8 @@ class Journal:
     """Receipts in order, and how to undo the edits among them, the newest first."""
 
     def __init__(self, receipts: Iterable[Receipt] = (), edits: Iterable[tuple[Receipt, Former]] = ()) -> None:
-        self._receipts: deque[Receipt] = deque(receipts, maxlen=_LENGTH)
-        self._undo: deque[tuple[Receipt, Former]] = deque(edits, maxlen=_LENGTH)
+        self._receipts = tuple(receipts)[-_LENGTH:]
+        self._undo = tuple(edits)[-_LENGTH:]
 
     def copy(self) -> Journal:
         return Journal(self._receipts, self._undo)
@@ -60,42 +59,51 @@ class Journal:
     @property
     def edits(self) -> tuple[tuple[Receipt, Former], ...]:
         """Those that can be undone, the oldest first."""
-        return tuple(self._undo)
+        return self._undo
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
-        return tuple(self._receipts)
+        return self._receipts
+
+    def kept(self) -> tuple[tuple[Receipt, ...], tuple[tuple[Receipt, Former], ...]]:
+        """What it is now."""
+        return self._receipts, self._undo
+
+    def restore_kept(self, before: tuple[tuple[Receipt, ...], tuple[tuple[Receipt, Former], ...]]) -> None:
+        self._receipts, self._undo = before
 
     def add(self, receipt: Receipt, former: Former | None = None) -> Receipt:
         """Note an edit; one without ``former`` cannot be undone, and is passed over."""
-        self._receipts.append(receipt)
+        self._receipts = (*self._receipts, receipt)[-_LENGTH:]
         if former is not None:
-            self._undo.append((receipt, former))
+            self._undo = (*self._undo, (receipt, former))[-_LENGTH:]
         return receipt
 
     def merge(self, number: int, receipt: Receipt) -> Receipt:
         """The newest ``number`` receipts become one, to be undone at once."""
-        parts = [self._receipts.pop() for _ in range(number)]
-        formers = [self._undo.pop()[1] for part in parts if self._undo and self._undo[-1][0] is part]
-        self._receipts.append(receipt)
+        parts, undo = self._receipts[-number:], self._undo
+        formers: list[Former] = []
+        for part in reversed(parts):
+            if undo and undo[-1][0] is part:
+                formers.append(undo[-1][1])
+                undo = undo[:-1]
         if formers:
-            self._undo.append((receipt, functools.reduce(Former.and_, reversed(formers))))
+            undo = (*undo, (receipt, functools.reduce(Former.and_, reversed(formers))))
+        self._receipts, self._undo = (*self._receipts[:-number], receipt), undo
         return receipt
 
     def forget(self, number: int) -> None:
         """The newest receipts are of edits that came to nothing."""
-        for _ in range(number):
-            self._receipts.pop()
+        self._receipts = self._receipts[: len(self._receipts) - number]
 
     def newest(self) -> tuple[Receipt, Former] | None:
         return self._undo[-1] if self._undo else None
 
     def pass_over(self) -> None:
         """The newest edit cannot be undone: the one before it is the next to be."""
-        self._undo.pop()
+        self._undo = self._undo[:-1]
 
     def undone(self, receipt: Receipt) -> Receipt:
         """The newest edit was undone, says ``receipt``."""
-        self._undo.pop()
-        self._receipts.append(receipt)
+        self._receipts, self._undo = (*self._receipts, receipt)[-_LENGTH:], self._undo[:-1]
         return receipt

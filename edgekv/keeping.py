@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from . import manifest, modules, saving
+from . import manifest, modules, recovery, saving
 from .base import Lease, verb
 from .edits import Edits
 from .engine import Engine
@@ -52,9 +53,12 @@ class Keeping(Edits):
         evaluation rotates, and so rounds, it a second time.)
         Raises FileError (a folder, no permission, disk full); then the file is as it was.
         """
-        with self.engine.busy():
-            beside = saving.Beside(self.sampling, self.memo)
+        beside = saving.Beside(self.sampling, self.memo)
+        self.engine.reading = True
+        try:
             return saving.save(Path(path), self._transcript, beside, self.progress, kv=kv)
+        finally:
+            self.engine.reading = False
 
     @classmethod
     def load(
@@ -94,8 +98,10 @@ class Keeping(Edits):
             with Stored(Path(path)) as stored:
                 facts = manifest.read(stored, "session")
                 engine = _engine_for(stored, facts, source, settings, n_threads, lease)
-                with engine.busy():
-                    return saving.load(stored, facts, engine, begin, progress)
+                with engine.lock:
+                    recovery.ready(engine)
+                    engine.check_idle()
+                    return recovery.whole(engine, (), partial(saving.load, stored, facts, engine, begin, progress))
         except BaseException:
             lease.stack.close()
             raise

@@ -105,13 +105,14 @@ def _logits(model: Model, kv_type: str, rope_freq_base: float = 0.0) -> npt.NDAr
     """float32 (tokens, n_vocab): what follows each token of the text, the last of them read one by one."""
     tokens = model.tokenize(_TEXT)
     whole = len(tokens) - _SINGLE
-    params = lib.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = params.n_outputs_max = memory.CELL_STEP
-    params.n_threads = params.n_threads_batch = params.n_seq_max = 1
-    params.flash_attn_type, params.kv_unified, params.swa_full = 1, True, True
-    params.type_k = params.type_v = _llama.KV_TYPE_IDS[kv_type]
-    params.offload_kqv = params.op_offload = False
-    params.rope_freq_base = rope_freq_base
+    params = _llama.small_context(memory.CELL_STEP, memory.CELL_STEP, n_sequences=1)
+    _llama.set_fields(
+        params,
+        flash_attn_type=lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+        type_k=_llama.kv_type_id(kv_type),
+        type_v=_llama.kv_type_id(kv_type),
+        rope_freq_base=rope_freq_base,
+    )
     ctx = lib.llama_init_from_model(model.ptr, params)
     if not ctx:
         raise TooLarge(f"llama.cpp opened no {kv_type} cache: {_llama.last_messages()}")

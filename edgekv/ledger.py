@@ -7,8 +7,9 @@ the first native call; the session has the engine carry the steps out and then c
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from .errors import ContextFull, UnknownSpan, UsageError
 from .history import History, View, view_with_rows
 from .places import Places
 from .plans import Arrival, Original, Plan
+from .settings import KEEPER
 from .shares import PRIVATE, Ids, Shares
 from .spans import Range, runs
 
@@ -234,7 +236,9 @@ class Ledger:
     def commit(self, plan: Plan) -> None:
         """The plan's native steps were carried out: its outcome is now how things are."""
         before = self._cell_ids(self.columns, self.originals) if self.shares else None
-        self.columns.assign(plan.after)
+        columns = self._columns.copy()  # the old ones stay as they are, for an edit that is cut short
+        columns.first(self._n).assign(plan.after)
+        self._columns, self._rows = columns, None
         self.originals = plan.originals
         if before is not None:
             self.shares.release(np.setdiff1d(before, self._cell_ids(self.columns, self.originals)))
@@ -266,9 +270,50 @@ class Ledger:
 
     def own(self, row: int) -> None:
         """The token's cell is a copy that nobody else holds, as it turned out."""
-        cell = self.columns.cell[row : row + 1]
-        self.shares.release(cell)
-        cell[:] = PRIVATE
+        self.shares.release(self.columns.cell[row : row + 1])
+        self._have_cells(np.asarray([row]), PRIVATE)
+
+    def _have_cells(self, rows: npt.NDArray[np.intp], cells: Ids | int) -> None:
+        columns = self._columns.copy()
+        columns.cell[rows] = cells
+        self._columns, self._rows = columns, None
+
+    @property
+    def cell_ids(self) -> Ids:
+        """The ids of all cells of this session."""
+        return self._cell_ids(self.columns, self.originals)
+
+    def own_alone(self, members: Mapping[tuple[int, int], frozenset[int]]) -> None:
+        """Cells that no other session holds, as ``members`` says by sequence and position, are this one's alone."""
+        mine = {self.live, *self.archives, KEEPER}
+        c = self.columns
+        shared = np.flatnonzero(c.in_cells & (c.cell != PRIVATE))
+        alone = [row for row in shared if members.get((int(c.seq[row]), int(c.pos[row])), mine) <= mine]
+        self._have_cells(np.asarray(alone, np.intp), PRIVATE)
+        self.originals = tuple(
+            replace(o, cell=PRIVATE) if members.get((o.seq, o.pos), mine) <= mine else o for o in self.originals
+        )
+
+    def kept(self) -> tuple[dict[str, Any], ...]:
+        """What it is now: its arrays are replaced and not written to, but for rows beyond those in use."""
+        newest = self.history.epochs[-1:]
+        epochs = {"epochs": list(self.history.epochs)}
+        return (
+            dict(vars(self)),
+            dict(vars(self.places)),
+            dict(vars(self.shares)),
+            epochs,
+            dict(vars(newest[0])) if newest else {},
+        )
+
+    def restore_kept(self, before: tuple[dict[str, Any], ...]) -> None:
+        mine, places, shares, epochs, newest = before
+        vars(self).update(mine)
+        vars(self.places).update(places)
+        vars(self.shares).update(shares)
+        self.history.epochs = list(epochs["epochs"])
+        if newest:
+            vars(self.history.epochs[-1]).update(newest)
 
     def release(self) -> None:
         """The session ends: it no longer holds the cells it shares."""
@@ -312,9 +357,9 @@ class Ledger:
 
     def fork(self, live: int, archives: Sequence[int]) -> Ledger:
         """The ledger of a second session on the same cells, in sequences of its own."""
+        held = np.flatnonzero(self.columns.in_cells)
+        self._have_cells(held, self.shares.share(self.columns.cell[held]))
         c = self.columns
-        held = c.in_cells
-        c.cell[held] = self.shares.share(c.cell[held])
         ids = self.shares.share(np.asarray([o.cell for o in self.originals], np.int32)).tolist()
         self.originals = tuple(replace(o, cell=cell) for o, cell in zip(self.originals, ids, strict=True))
         other = self.trial()

@@ -25,9 +25,7 @@ from .wording import parameters, printable, well_formed
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 
 _NO_MEMORY: Final = ("Cannot allocate memory", "bad_alloc", "failed to allocate", "unable to allocate")
-# llama.h: LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, _LSTRIP, _RSTRIP
-_CONTROL, _USER_DEFINED, _LSTRIP, _RSTRIP = 1 | 1 << 3, 1 << 4, 1 << 7, 1 << 8
-_ROPE_MROPE: Final = 8  # llama.h: LLAMA_ROPE_TYPE_MROPE; IMROPE (40) has the bit too, VISION (24) as well
+_CONTROL: Final = lib.LLAMA_TOKEN_ATTR_UNKNOWN | lib.LLAMA_TOKEN_ATTR_CONTROL
 
 
 class Model:
@@ -56,6 +54,8 @@ class Model:
         self._free = weakref.finalize(self, lib.llama_model_free, self._ptr)
         self._engines = 0
         self._lock = threading.Lock()
+        self._inherited = False
+        _llama.opened.add(self)
         self.n_vocab: Final[int] = lib.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: Final[int] = lib.llama_model_n_ctx_train(self._ptr)
         self.n_swa: Final[int] = lib.llama_model_n_swa(self._ptr)
@@ -74,10 +74,9 @@ class Model:
 
     def _load(self) -> Any:
         _llama.forget_messages()
-        params = lib.llama_model_default_params()
-        params.n_gpu_layers = 0
         # Some weights are copied into a layout this CPU is faster with, which may double what they take.
-        params.use_extra_bufts = 2 * self.size < memory.free_ram()
+        repack = 2 * self.size < memory.free_ram()
+        params = _llama.set_fields(lib.llama_model_default_params(), n_gpu_layers=0, use_extra_bufts=repack)
         before = _private_bytes()
         pointer = lib.llama_model_load_from_file(os.fsencode(self.path), params)
         self._loaded_bytes = _private_bytes() - before
@@ -117,7 +116,13 @@ class Model:
 
     def _check_open(self) -> None:
         if not self._free.alive:
-            raise ClosedError(f"the model {self.path.name} was closed; load it again")
+            why = _llama.INHERITED if self._inherited else "was closed; load it again"
+            raise ClosedError(f"the model {self.path.name} {why}")
+
+    def inherit(self) -> None:
+        """In a child process: the weights are the parent's."""
+        self._inherited, self._lock = True, threading.Lock()
+        self._free.detach()
 
     def close(self) -> None:
         """Free the weights. Raises BadState while an engine still uses them; closing twice is fine."""
@@ -195,7 +200,7 @@ class Model:
     def has_mrope(self) -> bool:
         """Whether a position has several components (M-RoPE)."""
         rope = int(lib.llama_model_rope_type(self.ptr))
-        return rope > 0 and bool(rope & _ROPE_MROPE)
+        return rope > 0 and bool(rope & lib.LLAMA_ROPE_TYPE_MROPE)  # IMROPE and VISION have the bit, too
 
     @cached_property
     def hybrid(self) -> bool:
@@ -221,9 +226,8 @@ class Model:
 
     def _probe_shift(self) -> bool:
         self._refuse_beyond(memory.address_room(), memory.OPENING)
-        params = lib.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_outputs_max = 256, 32, 32, 1
-        params.swa_full = True
+        sizes = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32, "n_outputs_max": 1}
+        params = _llama.set_fields(lib.llama_context_default_params(), **sizes, swa_full=True)
         context = lib.llama_init_from_model(self.ptr, params)
         if not context:
             raise DamagedModel(f"llama.cpp cannot open a context on {self.path}: {_llama.last_messages()}")
@@ -324,7 +328,7 @@ class Model:
     @cached_property
     def defined_tokens(self) -> dict[str, int]:
         """Text -> token, of those that stand for themselves in any text, such as marks of reasoning."""
-        return self._of_kind(_USER_DEFINED)
+        return self._of_kind(lib.LLAMA_TOKEN_ATTR_USER_DEFINED)
 
     def _of_kind(self, bits: int) -> dict[str, int]:
         return {self.detokenize([t]): t for t, attributes in self._special.items() if attributes & bits}
@@ -334,13 +338,13 @@ class Model:
         """Token -> attributes, of all that are no plain text: one native call for each of the vocabulary, once."""
         asked = map(lib.llama_vocab_get_attr, repeat(self.vocab), range(self.n_vocab))
         attributes = np.fromiter(asked, np.int32, self.n_vocab)
-        found = np.flatnonzero(attributes & (_CONTROL | _USER_DEFINED))
+        found = np.flatnonzero(attributes & (_CONTROL | lib.LLAMA_TOKEN_ATTR_USER_DEFINED))
         return dict(zip(found.tolist(), attributes[found].tolist(), strict=True))
 
     def swallows(self, token: int) -> tuple[bool, bool]:
         """Whether a control token takes the white space in front of it, and that behind it, for its own."""
         attributes = self._attributes(self.check_token(token))
-        return bool(attributes & _LSTRIP), bool(attributes & _RSTRIP)
+        return bool(attributes & lib.LLAMA_TOKEN_ATTR_LSTRIP), bool(attributes & lib.LLAMA_TOKEN_ATTR_RSTRIP)
 
     def _attributes(self, token: int) -> int:
         self._check_open()
@@ -416,6 +420,11 @@ class TextStream:
     def __init__(self, model: Model, special: bool = False) -> None:
         self._model, self._special = model, special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def copy(self) -> TextStream:
+        other = TextStream(self._model, self._special)
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
     def feed(self, token: int) -> str:
         """The text that ``token`` completes, '' while a character is unfinished."""

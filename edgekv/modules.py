@@ -15,7 +15,6 @@ from typing import Final
 import numpy as np
 
 from . import manifest, render, store
-from ._llama import uninterrupted
 from .columns import NO_BLOB, CellRun, State
 from .errors import MaskUnsupported
 from .history import View
@@ -151,10 +150,8 @@ def attach(opened: Opened, transcript: Transcript, register: Callable[[Range], S
     misses, stop = opened.misses(ledger), opened.pos + len(opened.ids)
     record.next.keep_logits()
     loads = (([Load(NO_BLOB, p.p0, p.p1)], opened.stored.read(f"cells/{p.number}")) for p in opened.pieces)
-    with uninterrupted():
-        with opened.stored.held_to():
-            record.load(loads)
-        record.apply([Move(ASIDE, ledger.live, opened.pos, stop, pos - opened.pos)])
+
+    def commit() -> Receipt:
         indexes = ledger.append_alone(opened.ids, pos, opened.hidden(ledger), foreign=bool(misses))
         record.next.clear()
         return Receipt(
@@ -170,3 +167,7 @@ def attach(opened: Opened, transcript: Transcript, register: Callable[[Range], S
             span=register(indexes),
             notes=(misses,) if misses else (),
         )
+
+    with opened.stored.held_to():
+        record.load(loads)
+    return record.change([Move(ASIDE, ledger.live, opened.pos, stop, pos - opened.pos)], commit)

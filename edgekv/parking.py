@@ -111,6 +111,11 @@ class Parking:
         self._holders[holder] = numbers
         self.drop_unheld()
 
+    def keep_only(self, held: dict[object, set[int]]) -> None:
+        """These sessions hold these blobs, and no other does."""
+        self._holders = {holder: numbers for holder, numbers in held.items() if numbers}
+        self.drop_unheld()
+
     def release(self, holder: object) -> None:
         self._holders.pop(holder, None)
         self.drop_unheld()
@@ -121,6 +126,10 @@ class Parking:
             blob = self._blobs.pop(number)
             if blob.file is not None:
                 blob.file.free(blob.at)
+
+    def forget(self) -> None:
+        """In a child process: the files are the parent's, and so is what is in them."""
+        self._blobs, self._holders, self._files = OrderedDict(), {}, {}
 
     def close(self) -> None:
         self._blobs.clear()

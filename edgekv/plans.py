@@ -114,7 +114,7 @@ class Reread:
     plan: Plan
     row: int
     pos: int
-    undo: tuple[Step, ...]
+    undo: tuple[Move, ...]
 
     @property
     def num_cells(self) -> int:

@@ -13,13 +13,14 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from . import recovery
 from ._llama import raise_if_interrupted, uninterrupted
 from .batch import Chunk
 from .errors import ContextFull, MaskUnsupported, NoLogits
 from .history import clip
 from .model import TokenArray
 from .next_logits import NextLogits
-from .plans import Arrival, Part, Recompute, Reread
+from .plans import Arrival, Recompute, Reread
 from .record import Record
 from .sampling import Sampler
 from .settings import ASIDE
@@ -44,26 +45,23 @@ class Reader:
     # -- behind what is there -----------------------------------------------------------------------------------
 
     def read(self, tokens: TokenArray, register: Callable[[Range], R]) -> R:
-        """Decode tokens at the cursor, batch by batch, and record them.
-
-        ``register`` gets their index range, and runs in the same uninterrupted breath as the ledger's entry.
-        """
+        """Decode tokens at the cursor, batch by batch, and record them. ``register`` gets their index range."""
         ledger, record = self._ledger, self._record
         self.check_room(len(tokens))
-        start, length, began = ledger.cursor, len(ledger), time.perf_counter()
-        with self._reading(len(tokens)) as before, self._checkpoint():
-            try:
+        start, began = ledger.cursor, time.perf_counter()
+
+        def commit() -> R:
+            read = ledger.append(tokens, start)
+            record.tally.read(len(tokens), time.perf_counter() - began)
+            return register(read)
+
+        with self._reading(len(tokens)):
+            if self._engine.model.capabilities.rewind:
                 self._decode_all(record.live, start, tokens)
-                with uninterrupted():
-                    read = ledger.append(tokens, start)
-                    record.tally.read(len(tokens), time.perf_counter() - began)
-                    return register(read)
-            except BaseException:
-                with uninterrupted():
-                    if len(ledger) == length:
-                        record.next = before
-                        self._drop_read(record.live, start)
-                raise
+                return record.change((), commit)
+            record.copy_state()
+            self._decode_all(record.live, start, tokens)
+            return record.change((), commit, self._engine.cells.clearing(ASIDE))
 
     def refill(self) -> None:
         """Evaluate the visible tokens of a ledger that was filled without K and V, from position 0 on. On an error
@@ -74,11 +72,11 @@ class Reader:
         self._record.tally.read(len(tokens), time.perf_counter() - began)
 
     def read_one(self, token: int) -> int:
-        """Read one sampled token, inside the caller's uninterrupted block; returns its index. Raises ContextFull."""
+        """Read one sampled token; returns its index. Raises ContextFull."""
         ledger, record = self._ledger, self._record
         self.check_room(1)
         cursor = ledger.cursor
-        self._engine.decode_one(record.live, cursor, token, record.next)
+        self._engine.decode_one(record.live, cursor, token, record.next, record)
         return self.was_read(token, cursor, 0)
 
     def was_read(self, token: int, pos: int, row: int) -> int:
@@ -92,33 +90,18 @@ class Reader:
 
     @contextlib.contextmanager
     def _reading(self, num_tokens: int) -> Iterator[NextLogits]:
-        """While tokens are read the next logits are new ones; yields those from before, should the reading fail."""
+        """While tokens are read the next logits are new ones; yields those from before."""
         record = self._record
         record.next.keep_logits()
         before = record.next
         self._num_read, self._num_wanted = 0, num_tokens
+        self._engine.evaluate_for(record)
         try:
             self._engine.reading, record.next = True, NextLogits(self._engine)
             yield before
         finally:
             self._engine.reading = False
-
-    @contextlib.contextmanager
-    def _checkpoint(self) -> Iterator[None]:
-        """A recurrent state cannot be rewound: a copy of it waits aside, and comes back should the reading fail."""
-        if self._engine.model.capabilities.rewind:
-            yield
-            return
-        live, length = self._record.live, len(self._ledger)
-        with uninterrupted():
-            self._engine.replace(live, ASIDE)
-        try:
-            yield
-        finally:
-            with uninterrupted():
-                if len(self._ledger) == length:
-                    self._engine.replace(ASIDE, live)
-                self._engine.clear(ASIDE, self._num_read if len(self._ledger) == length else 0)
+            self._engine.evaluate_for(None)
 
     def _decode_all(self, seq: int, start: int, tokens: TokenArray) -> None:
         """Decode tokens from position ``start`` on, batch by batch, counting them; the last gives the next logits."""
@@ -130,6 +113,7 @@ class Reader:
                 done += len(part)
                 self._num_read += len(part)
             raise_if_interrupted()
+            self._engine.check_stopped()
             if self.progress is not None:
                 self.progress(self._num_read, self._num_wanted)
 
@@ -141,11 +125,6 @@ class Reader:
         if last:
             record.next.in_buffer(row, self._ledger.view)
 
-    def _drop_read(self, seq: int, start: int) -> None:
-        """Take the cells of a reading that failed away again. (A state comes back as a whole.)"""
-        if self._num_read and self._engine.model.capabilities.rewind:
-            self._engine.drop(seq, start, start + self._num_read)
-
     # -- into the middle ----------------------------------------------------------------------------------------
 
     def arrive(self, arrival: Arrival, register: Callable[[], R]) -> R:
@@ -153,37 +132,26 @@ class Reader:
         if not self._ledger.has_cells:
             return self._arrive_by_restart(arrival, register)
         self.check_room(arrival.num_cells)
-        record, done, began = self._record, False, time.perf_counter()
+        record, began = self._record, time.perf_counter()
         with self._reading(len(arrival.tokens)) as before:
-            try:
-                with uninterrupted():
-                    self._bring_seen(arrival)
-                self._decode_all(ASIDE, arrival.pos, arrival.tokens)
-                with uninterrupted():
-                    done = True
-                    self._leave_seen(arrival)
-                    record.apply(arrival.plan.steps)
-                    return self._arrived(arrival, before, time.perf_counter() - began, register)
-            except BaseException:
-                with uninterrupted():
-                    if not done:
-                        record.next = before
-                        self._drop_read(ASIDE, arrival.pos)
-                        self._leave_seen(arrival)
-                raise
+            self._bring_seen(arrival)
+            self._decode_all(ASIDE, arrival.pos, arrival.tokens)
+            steps = (*self._leave_seen(arrival), *arrival.plan.steps)
+            return record.change(steps, lambda: self._arrived(arrival, before, time.perf_counter() - began, register))
 
     def _bring_seen(self, arrival: Arrival) -> None:
         """What the tokens are to see goes aside, too; copies of it where it has to be closed up."""
         self._engine.share(arrival.seen, ASIDE)
         for shift in arrival.close_up:
-            self._record.apply([Own(ASIDE, shift.p0, shift.p1), shift])
+            self._engine.apply([Own(ASIDE, shift.p0, shift.p1), shift])
 
-    def _leave_seen(self, arrival: Arrival) -> None:
+    @staticmethod
+    def _leave_seen(arrival: Arrival) -> Iterator[Drop]:
         moved = {(s.p0, s.p1): s.delta for s in arrival.close_up}
         for _, p0, p1 in arrival.seen:
             delta = moved.get((p0, p1))
             kept = p1 - p0 if delta is None else 0
-            self._record.apply([Drop(ASIDE, p0 + (delta or 0), p1 + (delta or 0), kept)])
+            yield Drop(ASIDE, p0 + (delta or 0), p1 + (delta or 0), kept)
 
     def _arrived(self, arrival: Arrival, before: NextLogits, seconds: float, register: Callable[[], R]) -> R:
         record, new = self._record, self._record.next
@@ -208,29 +176,24 @@ class Reader:
         """The old cells wait aside until every token is read; on any error they come back."""
         self.check_room(again.num_tokens)
         record, began = self._record, time.perf_counter()
-        aside, finished = False, 0
-        with self._reading(again.num_tokens) as before:
-            try:
-                with uninterrupted():
-                    self._engine.apply(again.away)
-                    aside = True
-                for part in again.parts:
-                    self._read_part(part)
-                    finished += 1
-                with uninterrupted():
-                    aside = False
-                    record.apply(again.plan.steps)
-                    read = commit()
-                    record.original = None
-                    self._name_next(read_last=not again.parts[-1].keep)
-                    record.tally.read(again.num_tokens, time.perf_counter() - began)
-                    return read
-            except BaseException:
-                with uninterrupted():
-                    if aside:
-                        record.next = before
-                        self._bring_back(again, finished)
-                raise
+
+        def done() -> R:
+            read = commit()
+            record.original = None
+            self._name_next(read_last=not again.parts[-1].keep)
+            record.tally.read(again.num_tokens, time.perf_counter() - began)
+            return read
+
+        with self._reading(again.num_tokens):
+            record.move_aside(again.away, [m for part in again.parts for m in part.back] + [*again.leaving])
+            for number, part in enumerate(again.parts):
+                if part.keep:
+                    left = [m for other in again.parts[:number] if not other.keep for m in other.back]
+                    left += [m for other in again.parts[number + 1 :] for m in other.back]
+                    record.move_aside(part.back, [*left, *again.leaving])
+                else:
+                    self._decode_all(record.live, part.pos, part.tokens)
+            return record.change(again.plan.steps, done)
 
     def _name_next(self, *, read_last: bool) -> None:
         """After a commit: the logits of the last decode are the next ones, under the view there is now, where it read
@@ -239,26 +202,6 @@ class Reader:
             self._record.next.clear()
         elif self._record.next.known:
             self._record.next.view = self._ledger.view
-
-    def _read_part(self, part: Part) -> None:
-        if part.keep:
-            with uninterrupted():
-                self._engine.apply(part.back)
-        else:
-            self._decode_all(self._record.live, part.pos, part.tokens)
-
-    def _bring_back(self, again: Recompute, finished: int) -> None:
-        """Drop what was read again, and put the old cells back that are still aside."""
-        left = self._num_read
-        for part in again.parts:
-            if not part.keep and left:
-                count = min(left, len(part.tokens))
-                self._engine.drop(self._record.live, part.pos, part.pos + count)
-                left -= count
-        self._engine.apply(again.leaving)
-        for number, part in enumerate(again.parts):
-            if not (part.keep and number < finished):
-                self._engine.apply(part.back)
 
     def restart(self, tokens: TokenArray, commit: Callable[[], None], done: Callable[[], R]) -> R:
         """Where tokens have no cells: read ``tokens`` from the start, and be that from then on.
@@ -269,39 +212,26 @@ class Reader:
         record, own = self._record, self._ledger.num_own_cells
         aside = len(tokens) <= self._engine.cells_free
         self.check_room(len(tokens) - (0 if aside else own))
-        began, finished, target = time.perf_counter(), False, ASIDE if aside else record.live
-        with self._reading(len(tokens)) as before:
-            try:
-                if not aside:
-                    self._engine.clear(record.live, own)
-                self._decode_all(target, 0, tokens)
-                with uninterrupted():
-                    finished = True
-                    if aside:
-                        self._engine.replace(ASIDE, record.live)
-                        self._engine.clear(ASIDE, own)
-                    record.tally.read(len(tokens), time.perf_counter() - began)
-                    commit()
-                    self._ledger.history.recomputed(runs(self._ledger.columns.visible), self._ledger.view)
-                    self._name_next(read_last=True)
-                    return done()
-            except BaseException:
-                with uninterrupted():
-                    if not finished:
-                        record.next = before
-                        self._engine.clear(target, self._num_read)
-                        if not aside:
-                            self._read_old_again()
-                raise
+        began = time.perf_counter()
 
-    def _read_old_again(self) -> None:
-        """The session as the ledger still says it is; where that fails, too, it is broken."""
-        record, tokens = self._record, self._ledger.visible_tokens
-        try:
-            for at in range(0, len(tokens), self._engine.n_batch):
-                self._engine.decode([Chunk(record.live, at, tokens[at : at + self._engine.n_batch], "none")])
-        except BaseException as err:
-            record.broken = f"the text could not be read again ({err}); open a new session and append what you need"
+        def finished() -> R:
+            record.tally.read(len(tokens), time.perf_counter() - began)
+            commit()
+            self._ledger.history.recomputed(runs(self._ledger.columns.visible), self._ledger.view)
+            self._name_next(read_last=True)
+            return done()
+
+        with self._reading(len(tokens)):
+            if aside:
+                self._decode_all(ASIDE, 0, tokens)
+                result = finished()
+                self._engine.become(ASIDE, record.live, own, recovery.stands(self._engine))
+                return result
+            if self._engine.unit is not None:
+                self._engine.unit.overwritten = True
+            self._engine.clear(record.live, own)
+            self._decode_all(record.live, 0, tokens)
+            return record.change((), finished)
 
     # -- and drop again -----------------------------------------------------------------------------------------
 
@@ -319,6 +249,7 @@ class Reader:
         yield 0, record.next.array()[None, :]
         seq, start, done = ASIDE if copied else record.live, self._ledger.cursor, 0
         most = min(self._engine.max_outputs, self._engine.n_batch)
+        self._engine.evaluate_for(record)
         try:
             if copied:
                 self._engine.replace(record.live, ASIDE)
@@ -327,13 +258,14 @@ class Reader:
                 with uninterrupted():
                     self._engine.decode([Chunk(seq, start + done, part, "all")])
                     done += len(part)
+                self._engine.check_stopped()
                 yield done - len(part) + 1, self._engine.logit_rows(range(len(part)))
         finally:
-            with uninterrupted():
-                if copied:
-                    self._engine.clear(ASIDE, done)
-                elif done:
-                    self._engine.drop(seq, start, start + done)
+            self._engine.evaluate_for(None)
+            if copied:
+                self._engine.clear(ASIDE, done)
+            elif done:
+                self._engine.drop(seq, start, start + done)
 
     # -- the next token -----------------------------------------------------------------------------------------
 
@@ -379,23 +311,16 @@ class Reader:
 
     def _reread(self, reread: Reread, changed: bool) -> None:
         record = self._record
-        if reread.undo and record.next.view is not None:
+        if reread.undo and record.next.known and record.next.view is not None:
             record.original = (reread.row, record.next.view, record.next.array())
-        with uninterrupted():
-            record.apply(reread.plan.steps)
-            try:
-                self._decode(record.live, reread.pos, self._ledger.ids[reread.row : reread.row + 1])
-            except BaseException:
-                self._undo(reread)
-                raise
+
+        def commit() -> None:
             self._ledger.commit(reread.plan)
             if changed:
                 self._ledger.history.computed_again(reread.row, self._ledger.view, self._ledger.first_gap)
 
-    def _undo(self, reread: Reread) -> None:
-        if reread.undo:
-            self._engine.apply(reread.undo)
-            if reread.plan.num_copied:
-                self._ledger.own(reread.row)
-        else:
-            self._record.broken = f"token {reread.row} could not be read again and its cell is gone; open a new session"
+        with uninterrupted():
+            record.move_aside(reread.plan.steps, reread.undo)
+            self._engine.evaluate_for(record)
+            self._decode(record.live, reread.pos, self._ledger.ids[reread.row : reread.row + 1])
+            record.change((), commit)

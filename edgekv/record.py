@@ -7,17 +7,21 @@ marked broken with a message that says how to go on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .cells import Blob
+from . import recovery
+from .batch import Chunk
+from .cells import Blob, Call
 from .columns import State
 from .engine import Engine
-from .errors import AuditFailed, SessionBroken
+from .errors import AuditFailed, DecodeFailed, EdgekvError, SessionBroken
 from .history import View, view_with_rows
 from .ledger import Ledger
 from .next_logits import NextLogits
@@ -26,8 +30,14 @@ from .plans import Arrival, Plan
 from .receipts import Audit
 from .settings import ASIDE, SCRATCH
 from .spans import SpanTable
-from .steps import Drop, Load, Step
+from .steps import Load, Move, Own, Step
 from .tally import Tally
+
+if TYPE_CHECKING:
+    from .generation import Generation
+    from .journal import Journal
+
+R = TypeVar("R")
 
 
 class Record:
@@ -35,8 +45,10 @@ class Record:
 
     def __init__(self, engine: Engine, of: Record | None = None) -> None:
         self.engine: Final = engine
-        self._sequences = engine.take_sequences()
-        self.live: Final = self._sequences[0]
+        self.sequences: Final = engine.take_sequences()
+        self.live: Final = self.sequences[0]
+        self.journal: Journal | None = None
+        self.generation: Generation | None = None  # the one that has begun, and may go on
         self.next = NextLogits(engine)
         self.original: tuple[int, View, npt.NDArray[np.float32]] | None = None
         self.broken = ""
@@ -45,23 +57,28 @@ class Record:
         self.spans: Final[SpanTable] = SpanTable() if of is None else of.spans.copy()
         self.ledger: Final[Ledger] = self._new_ledger() if of is None else self._fork(of)
 
+    def begin(self) -> None:
+        """From now on it is one of the engine's: until then its sequences are taken back with the verb that made it."""
+        owners = {**self.engine.owners, self.live: weakref.ref(self)}
+        self.engine.apply((), [partial(setattr, self.engine, "owners", owners), *recovery.stands(self.engine)])
+
     def _new_ledger(self) -> Ledger:
         engine = self.engine
         has_cells = bool(engine.model.capabilities.mask)
-        live, archives = self.live, self._sequences[1:]
+        live, archives = self.live, self.sequences[1:]
         return Ledger(live, archives, can_shift=engine.can_shift, has_cells=has_cells, shares=engine.shares)
 
     def _fork(self, of: Record) -> Ledger:
         if of.ledger.has_cells:
-            for mine, its in zip(self._sequences, of._sequences, strict=True):
+            for mine, its in zip(self.sequences, of.sequences, strict=True):
                 self.engine.share([run for run in of.ledger.cell_runs() if run.seq == its], mine)
         elif of.ledger.num_cells:
             self.engine.replace(of.live, self.live)
-        if of.next.view is not None:
+        if of.next.known and of.next.view is not None:
             self.next.in_copy(of.next.array(), of.next.view)
         self.original = of.original
         self.engine.parking.hold(self, of.ledger.columns.blobs)
-        return of.ledger.fork(self.live, self._sequences[1:])
+        return of.ledger.fork(self.live, self.sequences[1:])
 
     @property
     def plan(self) -> Planner:
@@ -70,36 +87,87 @@ class Record:
 
     def release(self) -> None:
         """Free the cells that nobody else holds, and give the sequences back."""
+        self.engine.touch()
         self.released = True
-        self.engine.give_back(self._sequences, self.ledger.num_own_cells)
+        self.engine.give_back(self.sequences, self.ledger.num_own_cells)
         self.ledger.release()
         self.engine.parking.release(self)
 
-    def abandon(self, num_cells: int) -> None:
-        """As :meth:`release`, when ``num_cells`` cells are there and not all that the ledger speaks of."""
-        self.released = True
-        self.engine.give_back(self._sequences, num_cells)
-        self.engine.parking.release(self)
+    # -- whole or nothing ---------------------------------------------------------------------------------------
 
-    def apply(self, steps: Sequence[Step]) -> None:
-        """The native half of an edit. Its steps were checked by the planner; one that fails breaks the session."""
-        self.engine.check_steps(steps)
+    def whole(self, work: Callable[[], R], *others: recovery.Keeps) -> R:
+        """See :func:`recovery.whole`."""
+        return recovery.whole(self.engine, (self,), work, others)
+
+    def change(self, steps: Sequence[Step], commit: Callable[[], R], then: Iterable[Call] = ()) -> R:
+        """An edit: ``commit`` changes the ledger and the rest, and then its native steps are carried out, all at once.
+
+        The steps were checked by the planner; one that fails all the same breaks the session. Raises SessionBroken.
+        """
+        steps = self._own_first(steps)
+        result = commit()
         try:
-            self.engine.apply(steps)
-        except BaseException as err:
+            self.engine.apply(steps, [*then, *recovery.stands(self.engine)])
+        except DecodeFailed as err:
             self.broken = f"an edit failed half way ({err}); open a new session and append what you need"
             raise SessionBroken(self.broken) from err
+        if self.engine.parking:
+            self.engine.parking.hold(self, self.ledger.columns.blobs)
+        return result
+
+    def _own_first(self, steps: Sequence[Step]) -> Sequence[Step]:
+        """Copies of cells that others hold too, which change nothing by themselves, come first where there is room."""
+        owned = [step for step in steps if isinstance(step, Own)]
+        if sum(step.p1 - step.p0 for step in owned) > self.engine.cells_free:
+            return steps
+        self.engine.apply(owned)
+        return [step for step in steps if not isinstance(step, Own)]
+
+    def move_aside(self, steps: Sequence[Step], back: Sequence[Move]) -> None:
+        """Carry out steps that are no whole edit yet; ``back`` reverses them, should none come of it."""
+        unit = self.engine.unit
+        then = [] if unit is None else [partial(setattr, unit, "inverse", tuple(back))]
+        self.engine.apply(self._own_first(steps), then)
+
+    def copy_state(self) -> None:
+        """A copy of a state that cannot be rewound waits aside, should what follows come to nothing."""
+        unit = self.engine.unit
+        then = [] if unit is None else [partial(setattr, unit, "checkpoint", True)]
+        self.engine.replace(self.live, ASIDE, then)
+
+    def kept(self) -> tuple[Any, ...]:
+        """What it is now."""
+        things = (self.ledger, self.spans, self.tally, self.next, *((self.journal,) if self.journal else ()))
+        mine = {"next": self.next, "original": self.original, "generation": self.generation}
+        return mine, [(thing, thing.kept()) for thing in things]
+
+    def restore_kept(self, before: tuple[Any, ...]) -> None:
+        mine, things = before
+        vars(self).update(mine)
+        for thing, was in things:
+            thing.restore_kept(was)
+
+    def heal(self) -> None:
+        """Cells of this session are gone. A state is computed again from its text."""
+        if self.ledger.has_cells:
+            self.broken = self.broken or recovery.LOST
+            return
+        tokens = self.ledger.visible_tokens
+        try:
+            self.engine.clear(self.live, 0)
+            for at in range(0, len(tokens), self.engine.n_batch):
+                self.engine.decode([Chunk(self.live, at, tokens[at : at + self.engine.n_batch], "none")])
+        except EdgekvError as err:
+            self.broken = f"the text could not be read again ({err}); open a new session and append what you need"
 
     def commit(self, plan: Plan) -> None:
-        """As Ledger.commit; what is parked no longer is given up, and so are logits whose first reading is gone."""
+        """As Ledger.commit; logits whose first reading is gone are given up."""
         waited = self.original is not None and self.ledger.has_original(self.original[0])
         self.ledger.commit(plan)
         if waited and self.original is not None:
             row = self.original[0]
             if not self.ledger.has_original(row) and row not in plan.restored:
                 self.original = None
-        if plan.parks or self.engine.parking:
-            self.engine.parking.hold(self, self.ledger.columns.blobs)
 
     @contextlib.contextmanager
     def parked(self, plan: Plan, folder: Path | None) -> Iterator[None]:
@@ -120,16 +188,10 @@ class Record:
             parking.drop_unheld()
 
     def load(self, loads: Iterable[tuple[Sequence[Load], Blob]]) -> None:
-        """Parked K and V come aside, all or nothing: of each blob some stretches. Raises ContextFull, AuditFailed, and
-        what reading the blobs raises."""
-        done: list[Load] = []
-        try:
-            for some, blob in loads:
-                self.engine.load_some(ASIDE, some, blob)
-                done += some
-        except BaseException:
-            self.engine.apply([Drop(ASIDE, *load.to) for load in done])
-            raise
+        """Parked K and V come aside: of each blob some stretches. Raises ContextFull, AuditFailed, and what reading
+        the blobs raises."""
+        for some, blob in loads:
+            self.engine.load_some(ASIDE, some, blob)
 
     def read_parked(self, plan: Plan) -> Iterator[tuple[Sequence[Load], Blob]]:
         """What a plan loads, blob by blob, each read and checked when it is asked for."""
@@ -141,8 +203,6 @@ class Record:
     def commit_arrival(self, arrival: Arrival) -> None:
         """As Ledger.commit_arrival; what is known of logits and their views follows the new rows."""
         self.ledger.commit_arrival(arrival)
-        if self.engine.parking:
-            self.engine.parking.hold(self, self.ledger.columns.blobs)
         if not arrival.opened:
             return
         row, count = arrival.row, len(arrival.tokens)

@@ -175,8 +175,12 @@ class Sampler:
         """
         self._check_open()
         entries = self._candidates(logits)
-        array = lib.llama_token_data_array(
-            entries.ctypes.data_as(ctypes.POINTER(lib.llama_token_data)), len(entries), -1, False
+        array = _llama.set_fields(
+            lib.llama_token_data_array(),
+            data=entries.ctypes.data_as(ctypes.POINTER(lib.llama_token_data)),
+            size=len(entries),
+            selected=-1,
+            sorted=False,
         )
         lib.llama_sampler_apply(self._chain, ctypes.byref(array))
         chosen = array.data[array.selected] if 0 <= array.selected < array.size else None
@@ -220,7 +224,7 @@ def _parts(model: Model, s: Sampling, seed: int, visible: npt.NDArray[np.int32])
 def _logit_bias(model: Model, bias: Mapping[int, float]) -> Any:
     entries = (lib.llama_logit_bias * len(bias))()
     for entry, (token, value) in zip(entries, bias.items(), strict=True):
-        entry.token, entry.bias = model.check_token(token), value
+        _llama.set_fields(entry, token=model.check_token(token), bias=value)
     return lib.llama_sampler_init_logit_bias(model.n_vocab, len(bias), entries)
 
 

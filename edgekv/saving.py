@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from . import manifest, render, snapshot, store
-from ._llama import uninterrupted
 from .columns import CellRun, State
 from .engine import Engine
 from .errors import ContextFull, WrongFile
@@ -73,9 +72,8 @@ def _members_without_kv(transcript: Transcript, beside: Beside) -> Iterator[tupl
 
 def _members(transcript: Transcript, beside: Beside, progress: Progress) -> Iterator[tuple[str, Content]]:
     record, engine = transcript.record, transcript.engine
-    with uninterrupted():
-        record.next.keep_logits()  # a shift may have to be applied, see Engine.settle
-        taken = _snapshot(transcript, beside)
+    record.next.keep_logits()  # a shift may have to be applied, see Engine.settle
+    taken = _snapshot(transcript, beside)
     yield store.MANIFEST, manifest.encode(_describe(transcript, record.ledger))
     yield _SESSION, manifest.encode(taken)
     if taken.next_view is not None:
@@ -114,7 +112,7 @@ def _snapshot(transcript: Transcript, beside: Beside) -> Snapshot:
         beside,
         ledger,
         transcript.journal,
-        next_view=record.next.view,
+        next_view=record.next.view if record.next.known else None,
         original=None if record.original is None else record.original[:2],
         cells=[part for run in ledger.cell_runs() for part in engine.slices(run)] if ledger.has_cells else (),
         blobs=[Piece(number, blob.p0, blob.p1) for number, blob in held],
@@ -202,23 +200,20 @@ def load(
     changed.
     """
     manifest.check(stored, facts, engine.model, engine.settings)
-    used, transcript = engine.cells_used, None
+    engine.reading = True
     try:
         saved = manifest.decode(stored, _SESSION, Snapshot)
         beside, journal = Beside(saved.sampling.restored(), saved.memo), snapshot.journal_of(saved)
-        with uninterrupted():
-            transcript = Transcript(engine, restarts=saved.restarts, journal=journal)
+        transcript = Transcript(engine, restarts=saved.restarts, journal=journal)
         with stored.held_to():
             _fill(stored, facts, saved, transcript, progress or (lambda _done, _all: None))
-        with uninterrupted():
-            return finish(transcript, beside)
-    except BaseException as err:
-        if transcript is not None:
-            with uninterrupted():
-                transcript.record.abandon(engine.cells_used - used)
-        if isinstance(err, Contradiction):
-            raise stored.damaged(f"its parts contradict each other: {err}") from err
-        raise
+        result = finish(transcript, beside)
+        transcript.record.begin()
+        return result
+    except Contradiction as err:
+        raise stored.damaged(f"its parts contradict each other: {err}") from err
+    finally:
+        engine.reading = False
 
 
 def _fill(stored: Stored, facts: Manifest, saved: Snapshot, transcript: Transcript, progress: Progress) -> None:

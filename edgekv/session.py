@@ -156,6 +156,9 @@ class Session(Keeping):
         sampling: how tokens are chosen; the session's own ``sampling``, greedy unless it was set, by default. special:
         control tokens that are sampled are spelled out in the text.
 
+        Nothing happens yet: it begins with its first token, from what is there by then. The next verb of the session,
+        or another generation that begins on it, ends one that has begun where it is ("closed", with what it has).
+
         Cost: one token read for every token kept, one more after an edit.
         Guarantees: a token is in the cache and in the text, or in neither, whatever stops it. (A stop string stays in
         the cache where a state cannot be rewound.)
@@ -165,26 +168,27 @@ class Session(Keeping):
         if name is not None:
             self._check_name(name)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._generation = Generation(
+        return Generation(
             Host(self._transcript), Request(max_tokens, sampling or self.sampling, stops, name, role, special)
         )
-        return self._generation
 
     @contextlib.contextmanager
     def midway(self) -> Iterator[None]:
         """A block in which verbs do not end a generation that is open: what they hide or show, its next token obeys.
 
-        Where the block reads tokens, or drops some, the generation ends behind it all the same.
+        Where the block reads tokens, or drops some, the generation ends after it all the same.
         """
         with self.lock:
-            generation, self._generation = self._generation, None
+            record = self._transcript.record
+            generation, record.generation = record.generation, None
             length = len(self._ledger), self._ledger.count(State.DROPPED)
             try:
                 yield
             finally:
                 if generation is not None and (len(self._ledger), self._ledger.count(State.DROPPED)) != length:
                     generation.close()
-                self._generation = generation or self._generation
+                elif generation is not None and not generation.finished:
+                    record.generation = generation
 
     @verb
     def fork(self) -> Session:
@@ -201,6 +205,7 @@ class Session(Keeping):
         other = object.__new__(type(self))
         other._begin(Transcript(self.engine, of=self._transcript), self._lease.take())
         other.sampling, other.memo = self.sampling, self.memo
+        other._transcript.record.begin()
         return other
 
     # -- names --------------------------------------------------------------------------------------------------
@@ -226,6 +231,7 @@ class Session(Keeping):
     def indexes_of(self, target: Target) -> npt.NDArray[np.int64]:
         """int64 (n,): the indexes of a target's tokens, in reading order. Raises UnknownSpan, UsageError."""
         with self.lock:
+            self._look()
             return self._ledger.places.indexes_of(np.flatnonzero(self._rows(target)))
 
     def ranges(self, indexes: npt.NDArray[np.int64]) -> list[Range]:
@@ -233,6 +239,7 @@ class Session(Keeping):
         ranges end there."""
         index = np.unique(indexes)
         with self.lock:
+            self._look()
             rows = self._ledger.places.rows_of(index)
         cuts = np.flatnonzero((np.diff(index) != 1) | (np.diff(rows) != 1)) + 1
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(index, cuts) if len(part)]
@@ -252,11 +259,13 @@ class Session(Keeping):
     @property
     def spans(self) -> tuple[Span, ...]:
         """All spans, in order of their first token."""
-        return self._spans.ordered()
+        with self.lock:
+            self._look()
+            return self._spans.ordered()
 
     def span(self, name: str) -> Span:
         """The span of that name; raises UnknownSpan."""
-        for span in self._spans.ordered():
+        for span in self.spans:
             if span.name == name:
                 return span
         self._spans.resolve(name)  # raises with the near names, unless it selects spans by another way
@@ -266,17 +275,20 @@ class Session(Keeping):
     def tokens(self) -> TokenArray:
         """int32 (n,): every token of the transcript in index order, hidden and dropped ones too."""
         with self.lock:
+            self._look()
             return self._ledger.places.by_index(self._ledger.ids).copy()
 
     @property
     def visible_tokens(self) -> TokenArray:
         """int32 (n,): what the model sees, in reading order: a restart would read these."""
         with self.lock:
+            self._look()
             return self._ledger.visible_tokens.copy()
 
     def indexes(self, state: State = State.VISIBLE) -> npt.NDArray[np.int64]:
         """int64 (n,): the indexes of the tokens in that state, in reading order."""
         with self.lock:
+            self._look()
             return self._ledger.places.indexes_of(np.flatnonzero(self._ledger.columns.where(state)))
 
     @verb
@@ -291,6 +303,7 @@ class Session(Keeping):
     def stats(self) -> Stats:
         """Tokens by state, tokens read and reused, cells and bytes of cache in use."""
         with self.lock:
+            self._look()
             ledger, tally = self._ledger, self._transcript.record.tally
             in_memory, on_disk = self.engine.parking.num_bytes(self._transcript.record)
             return Stats(
@@ -316,12 +329,14 @@ class Session(Keeping):
     def last_edit(self) -> Receipt | None:
         """The receipt of the edit that :meth:`undo` would take back, None for none."""
         with self.lock:
+            self._look()
             newest = self._transcript.journal.newest()
             return None if newest is None else newest[0]
 
     def states(self, span: Span) -> dict[State, int]:
         """How many of a span's tokens are in which state."""
         with self.lock:
+            self._look()
             chosen = self._ledger.places.rows([span.range])
             found, numbers = np.unique(self._ledger.columns.state[chosen], return_counts=True)
         return {State(s): int(n) for s, n in zip(found, numbers, strict=True)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,13 +29,24 @@ class Shares:
         fresh = shared == PRIVATE
         first, count = len(self._holders), int(fresh.sum())
         shared[fresh] = np.arange(first, first + count, dtype=np.int32)
-        self._holders = np.concatenate([self._holders, np.ones(count, np.int32)])
-        self._holders[shared] += 1
+        holders = np.concatenate([self._holders, np.ones(count, np.int32)])
+        holders[shared] += 1
+        self._holders = holders
         return shared
 
     def release(self, ids: Ids) -> None:
         """One session no longer holds these; private ones are passed over."""
-        self._holders[ids[ids != PRIVATE]] -= 1
+        holders = self._holders.copy()  # an edit that is cut short goes back to the old ones
+        holders[ids[ids != PRIVATE]] -= 1
+        self._holders = holders
+
+    def count(self, held: Sequence[Ids]) -> int:
+        """Count the holders again, one an array; returns how many cells those are together."""
+        shared = [ids[ids != PRIVATE] for ids in held]
+        self._holders = np.zeros_like(self._holders)
+        for ids in shared:
+            np.add.at(self._holders, ids, 1)
+        return sum(len(ids) for ids in held) - sum(map(len, shared)) + int(np.count_nonzero(self._holders))
 
     def elsewhere(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """bool (n,): the cells that another session than the asking one holds too."""

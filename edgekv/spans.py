@@ -116,21 +116,27 @@ class SpanTable:
 
     def add(self, span: Span) -> Span:
         self.check_name(span.name)
-        self._spans[span.name] = span
+        self._spans = {**self._spans, span.name: span}
         return span
 
     def put(self, span: Span) -> Span:
         """As :meth:`add`, in the place of the span of that name, if there is one."""
-        before = self._spans.pop(span.name, None)
-        try:
-            return self.add(span)
-        except UsageError:
-            if before is not None:
-                self._spans[before.name] = before
-            raise
+        others = self.copy()
+        others._spans.pop(span.name, None)
+        others.add(span)
+        self._spans = others._spans
+        return span
 
     def remove(self, span: Span) -> Span:
-        return self._spans.pop(span.name)
+        self._spans = {name: s for name, s in self._spans.items() if name != span.name}
+        return span
+
+    def kept(self) -> tuple[dict[str, Span], int]:
+        """What it is now: the table is replaced, and not written to."""
+        return self._spans, self._counter
+
+    def restore_kept(self, before: tuple[dict[str, Span], int]) -> None:
+        self._spans, self._counter = before
 
     @property
     def counter(self) -> int:
@@ -154,6 +160,7 @@ class SpanTable:
 
     def restore(self, spans: Iterable[Span]) -> None:
         """Spans of before are back, under their names, or, where newer ones have taken those, under others."""
+        self._spans = dict(self._spans)
         for span in spans:
             holder, same = self._spans.get(span.name), self._same(span)
             if same is not None and (holder is None or holder == same):
@@ -174,8 +181,9 @@ class SpanTable:
     def make_way(self, name: str) -> None:
         """A span of that name, whose text is being replaced, gets another."""
         if name in self._spans:
-            other = self.free_name(name)
-            self._spans[other] = replace(self._spans.pop(name), name=other)
+            span, other = self._spans[name], self.free_name(name)
+            self.remove(span)
+            self._spans = {**self._spans, other: replace(span, name=other)}
 
     def within(self, name: str, ranges: Sequence[Range]) -> bool:
         """Whether a span of that name lies in one of the ranges."""

@@ -75,6 +75,29 @@ def same(one: Bytes, other: Bytes, *, cell_extra: int = 0) -> bool:
     )
 
 
+def members(begin: Bytes, *, cell_extra: int = 0) -> list[tuple[int, frozenset[int]]]:
+    """(position, sequences) of every cell in use, in the order of the cells, from how a state of a whole context begins
+    (llama-context.cpp, state_write_data: the architecture's name, then the first cache).
+
+    Raises AuditFailed as :func:`positions`.
+    """
+    try:
+        data = begin.tobytes()
+        at = 4 + struct.unpack_from("<I", data)[0]
+        _num_streams, num_cells = struct.unpack_from("<II", data, at)
+        at, found = at + 8, []
+        for _ in range(num_cells):
+            pos, num_sequences = struct.unpack_from("<iI", data, at)
+            at += 8 + cell_extra
+            found.append((pos, frozenset(struct.unpack_from(f"<{num_sequences}i", data, at))))
+            at += 4 * num_sequences
+        return found
+    except struct.error as err:
+        raise AuditFailed(
+            f"the state of the context is not laid out as this version of edgekv knows it: {err}"
+        ) from err
+
+
 @dataclass(frozen=True)
 class _Matrix:
     """What stands in front of it, and uint8 (before, n_cells, bytes a cell): ``before`` is 1, or the width of a

@@ -35,6 +35,13 @@ class Tally:
         """Be what another tally was."""
         vars(self).update(vars(other))
 
+    def kept(self) -> Tally:
+        """What it is now."""
+        return replace(self, turn=replace(self.turn))
+
+    def restore_kept(self, before: Tally) -> None:
+        self.fill(before.kept())
+
     def read(self, num_tokens: int, seconds: float) -> None:
         self.prefilled += num_tokens
         self.turn.prefilled += num_tokens

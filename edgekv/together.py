@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from . import recovery
 from ._llama import uninterrupted
-from .errors import ContextFull, UsageError
+from .errors import ContextFull, EdgekvError, UsageError
 from .generation import Generation
 
 
@@ -25,6 +26,8 @@ def decode_together(generations: Iterable[Generation]) -> Iterator[tuple[int, st
     left = True
     while left:
         with together[0].host.lock:
+            for g in together:
+                g.settle()
             together[0].host.engine.check_idle()
             going = [g for g in together if not g.finished]
             left = bool(going)
@@ -46,35 +49,49 @@ def _check(together: Sequence[Generation]) -> None:
 def _step(going: Sequence[Generation]) -> None:
     """A token for each: all are drawn, then read in one batch."""
     errors: list[BaseException] = []
-    drawn = [(g, token) for g in going if (token := _draw(g, errors)) is not None]
-    if drawn:
-        _read(drawn)
+    for g in going:
+        if not g.started:
+            g.begin()
+    try:
+        for g in going:
+            g.cut_short = True
+        if going:
+            records = [g.host.record for g in going]
+            recovery.whole(going[0].host.engine, records, lambda: _read(_drawn(going, errors)), going)
+        for g in going:
+            g.cut_short = False
+    except BaseException:
+        for g in going:
+            g.cut_short = True
+            g.settle()
+        raise
     if errors:
         raise errors[0]
+
+
+def _drawn(going: Sequence[Generation], errors: list[BaseException]) -> list[tuple[Generation, int]]:
+    return [(g, token) for g in going if (token := _draw(g, errors)) is not None]
 
 
 def _draw(generation: Generation, errors: list[BaseException]) -> int | None:
     try:
         return generation.draw()
-    except BaseException as err:
+    except EdgekvError as err:
         generation.give_up()
         errors.append(err)
         return None
 
 
 def _read(drawn: Sequence[tuple[Generation, int]]) -> None:
+    if not drawn:
+        return
     engine = drawn[0][0].host.engine
-    try:
-        if engine.cells_free < len(drawn):
-            raise ContextFull(
-                f"{len(drawn)} generations need a free cell each and {engine.cells_free} are free; evict something, "
-                "or go on with fewer"
-            )
-        rows = engine.decode([g.host.chunk(token) for g, token in drawn], [g.host.holder for g, _ in drawn])
-    except BaseException:
-        for generation, _ in drawn:
-            generation.give_up()
-        raise
+    if engine.cells_free < len(drawn):
+        raise ContextFull(
+            f"{len(drawn)} generations need a free cell each and {engine.cells_free} are free; evict something, "
+            "or go on with fewer"
+        )
+    rows = engine.decode([g.host.chunk(token) for g, token in drawn], [g.host.holder for g, _ in drawn])
     for (generation, token), row in zip(drawn, rows, strict=True):
         generation.host.was_read(token, row)
     for generation, token in drawn:  # a stop string may be read again, into the rows of the others

@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from . import recovery
 from ._llama import uninterrupted
 from .columns import Columns, Flags, State
 from .engine import Engine
@@ -61,7 +62,9 @@ class Transcript:
         self.restarts: Final[bool] = restarts if of is None else of.restarts
         self.record: Final[Record] = Record(engine, None if of is None else of.record)
         self.journal: Final[Journal] = journal or Journal() if of is None else of.journal.copy()
+        self.record.journal = self.journal
         self.reader: Final = Reader(self.record)
+        self.unfinished: tuple[tuple[Receipt, Former] | None, Former] | None = None
         self.ledger: Final = self.record.ledger
         self.spans: Final = self.record.spans
 
@@ -118,11 +121,14 @@ class Transcript:
         if not self.ledger.has_cells:
             return self.reader.restart(self.ledger.ids[plan.after.visible], commit, done)
         self._check_copies(plan)
-        with self.record.parked(plan, folder), uninterrupted():
-            self.record.load(self.record.read_parked(plan))
-            self.record.apply(plan.steps)
+
+        def committed() -> R:
             commit()
             return done()
+
+        with self.record.parked(plan, folder), uninterrupted():
+            self.record.load(self.record.read_parked(plan))
+            return self.record.change(plan.steps, committed)
 
     def _check_copies(self, plan: Plan) -> None:
         if plan.loads:
@@ -235,8 +241,7 @@ class Transcript:
             return self.journal.add(replace(receipt, freed=0))
 
         if not again.num_tokens:
-            with uninterrupted():
-                return done()
+            return self.record.change((), done)
         return self.reader.recompute(again, done)
 
     def _commit_again(self, again: Recompute) -> None:
@@ -271,6 +276,7 @@ class Transcript:
         except MaskUnsupported as err:
             if not self.restarts:
                 self.journal.pass_over()
+                recovery.keep(self.engine)
                 raise MaskUnsupported(
                     f"the {edit.verb} of {count(edit.tokens, 'token')} cannot be undone: {err}; the next undo takes "
                     "the edit before it"
@@ -294,15 +300,27 @@ class Transcript:
             return self._carry_out(plan, done)
         self.reader.check_room(len(gone) - plan.num_freed)
         before = Former.of(self.ledger, np.ones(len(self.ledger), np.bool_), ())
+        self.unfinished = newest, before
         try:
             if self._changed(plan.after).any():
                 self._carry_out(plan, lambda: None)
             num_read = self._read_back(former, gone)
-            return self._carry_out(self.record.plan.back(rows, former.columns), done)  # kept gaps, too
+            receipt = self._carry_out(self.record.plan.back(rows, former.columns), done)  # kept gaps, too
+            self.unfinished = None
+            return receipt
         except BaseException:
-            if self.journal.newest() == newest:
-                self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns), lambda: None)
+            recovery.take_back(self.engine, go_on=True)
+            self.finish()
             raise
+
+    def finish(self) -> None:
+        """An undo of several edits that was cut short between two of them never began."""
+        if self.unfinished is None:
+            return
+        newest, before = self.unfinished
+        if self.journal.newest() == newest:
+            self._carry_out(self.record.plan.back(before.rows(self.ledger), before.columns), lambda: None)
+        self.unfinished = None
 
     def _back_and_recompute(self, edit: Receipt, former: Former) -> Receipt:
         """As :meth:`_back`, where that would need a shift: all from the first of those tokens on is read again."""

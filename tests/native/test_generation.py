@@ -144,14 +144,34 @@ def test_another_verb_ends_a_generation_where_it_is(session: Session, verb: str)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_another_verb_runs_a_generation_that_never_started(session: Session, verb: str) -> None:
-    expected = session.generate(5).finish().tokens
-    session.rewind(session.span("assistant-1").start)
+def test_a_generation_that_never_began_begins_from_what_is_there_then(session: Session, verb: str) -> None:
     generation = session.generate(5, name="said")
-    assert generation.finish_reason is None
     VERBS[verb](session)
+    assert (generation.finish_reason, generation.tokens) == (None, [])
+    with session.fork() as fork:
+        expected = fork.generate(5).finish().tokens
+    assert generation.finish().tokens == expected
     assert generation.finish_reason == "length"
-    assert generation.tokens == expected
+    assert session.text("said") == session.model.detokenize(expected)
+    look(session)
+
+
+def test_another_generation_that_begins_ends_one_where_it_is(session: Session) -> None:
+    first, second = session.generate(50, name="first"), session.generate(50, name="second")
+    next(first)
+    next(second)
+    assert (first.finish_reason, second.finish_reason) == ("closed", None)
+    assert first.span.stop == second.start_index
+    assert next(first, None) is None
+    look(session)
+
+
+def test_the_name_of_a_generation_is_looked_at_again_when_it_begins(session: Session) -> None:
+    generation = session.generate(5, name="said")
+    session.append("on", name="said")
+    with pytest.raises(errors.UsageError, match="a span named 'said' exists"):
+        next(generation)
+    assert generation.finish_reason == "closed"
     look(session)
 
 

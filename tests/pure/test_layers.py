@@ -37,6 +37,7 @@ LAYERS = (
     ("snapshot",),
     ("reader", "journal"),
     ("record",),
+    ("recovery",),
     ("next_logits",),
     ("policies",),
     ("planner",),
@@ -138,7 +139,7 @@ SESSION = {
     "append", "attach", "audit", "close", "compact", "engine", "evict", "fork", "generate", "history", "indexes",
     "indexes_of", "influenced_by", "insert", "last_edit", "load", "lock", "logits", "logits_over", "mark", "mask",
     "masked", "midway", "model", "park", "progress", "ranges", "recompute", "replace", "rewind", "save", "score",
-    "span", "spans", "states", "stats", "text", "tokens", "undo", "unmark", "unmask", "visible_tokens",
+    "span", "spans", "states", "stats", "stop", "text", "tokens", "undo", "unmark", "unmask", "visible_tokens",
 }  # fmt: skip
 
 

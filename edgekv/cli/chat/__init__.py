@@ -200,8 +200,7 @@ def _greet(state: State, given: Given) -> None:
     kept = f" · autosave {autosave.path or place}" if autosave and (autosave.path or place) else ""
     facts = f"{session.engine.num_cells:,} cells · policy {state.chat.options.policy or 'none'}{kept}"
     state.screen.note(f"{session.model.description} · {facts} · /help lists the commands")
-    for note in (*session.engine.notes, *state.chat.notes):
-        state.told.append(note)
+    for note in session.engine.notes:
         state.screen.note(f"note: {note}")
     if autosave and not kept:
         state.branch.autosave = None
