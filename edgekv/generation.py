@@ -42,6 +42,9 @@ class Generation:
     whichever comes first: code that reads top to bottom does what it says. Left half read, it stays where it is;
     the session's next verb ends it there. Ctrl-C ends it and keeps what was said.
 
+    Text never ends inside a character: where ``max_tokens`` cuts one, its bytes stay in the session and out of the text,
+    and the text of the next generation begins with the whole character.
+
     ``finish_reason``: "end" (the model's own end token), "stop" (a stop string, which is taken out again),
     "length", or "closed".
     """
@@ -56,6 +59,7 @@ class Generation:
         self.host = host
         self._sampler: Sampler | None = None
         self._stream: TextStream = host.model.text_stream(special=request.special)
+        self._begun = b""  # of a character that the text before began
         self._text = ""
         self._shown = 0
         self._marks: list[int] = []  # characters complete after each token, -1 inside a character
@@ -205,10 +209,11 @@ class Generation:
         self._started_at = time.perf_counter()
         self._sampler, self.start_index = self.host.begin(self.request.sampling)
         self.seed = self._sampler.seed
+        self._begun = self.host.unfinished()
+        self._stream.go_on(self._begun)
 
     def _end(self, reason: str) -> None:
         self._ended_at = time.perf_counter()
-        self._text += self._stream.finish() if reason != "stop" else ""
         self.finish_reason = reason
         if self._sampler is None:  # closed before it began: nothing was sampled, an empty span marks the place
             self._sampler, self.start_index = self.host.begin(self.request.sampling)
@@ -226,6 +231,8 @@ class Generation:
         Where the model's state cannot be rewound it stays in the cache, and only the text ends before it.
         """
         keep = max((i + 1 for i, mark in enumerate(self._marks) if 0 <= mark <= at), default=0)
+        if at and not keep and self._begun:  # the first character began before this generation: it cannot be read again
+            keep = 1 + next(i for i, mark in enumerate(self._marks) if mark > 0)
         done = self._marks[keep - 1] if keep else 0
         again = self.host.shorten(self.start_index + keep, self._text[done:at])
         self._text = self._text[:at]

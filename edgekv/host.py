@@ -57,6 +57,10 @@ class Host:
         self._record.tally.begin_generation(visible, masked)
         return Sampler(self.model, sampling, self._ledger.visible_tokens), len(self._ledger)
 
+    def unfinished(self) -> bytes:
+        """The bytes of a character that the visible text ends inside of."""
+        return self.model.unfinished(self._ledger.visible_tokens[-4:])
+
     def sample(self, sampler: Sampler) -> int:
         """Draw the next token."""
         return self._reader.sample(sampler)

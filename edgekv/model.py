@@ -6,11 +6,12 @@ import codecs
 import ctypes
 import hashlib
 import os
+import re
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,20 @@ from ._llama import lib
 from .capabilities import Capability
 from .errors import BadState, ClosedError, DamagedModel, ModelError, NotGenerative, TooLarge, UsageError
 
+_T = TypeVar("_T")
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 
+# llama.cpp splits a text by std::regex, which recurses for each character of a match (unicode.cpp).
+_BPE: Final = 2  # llama.h: LLAMA_VOCAB_TYPE_BPE
+_SHALLOW: Final = 1_000  # characters whose recursion any stack holds
+_DEEP: Final = 50_000  # characters whose recursion _STACK holds
+_STACK: Final = 256 << 20
+_NEAR: Final = 2_000  # characters before a cut, among which a good place is looked for
+_BLANK: Final = re.compile(r"\s{2,}")
+_PLACE: Final = re.compile(r"(?<=\n)(?=\S)|(?<=\w)(?=[^\w\n])")
+_stack_lock = threading.Lock()
+
+_LONGEST_CHARACTER: Final = 4  # bytes of UTF-8
 _SAMPLE: Final = 1 << 16  # bytes a sample of the fingerprint
 _SAMPLES: Final = 64
 _NO_MEMORY: Final = ("Cannot allocate memory", "bad_alloc", "failed to allocate", "unable to allocate")
@@ -45,6 +58,7 @@ class Model:
         self._ptr = self._load()
         self._vocab = lib.llama_model_get_vocab(self._ptr)
         self._free = weakref.finalize(self, lib.llama_model_free, self._ptr)
+        self._vocab_type = int(lib.llama_vocab_type(self._vocab))
         self._engines = 0
         self._lock = threading.Lock()
         self.n_vocab: Final[int] = lib.llama_vocab_n_tokens(self._vocab)
@@ -335,10 +349,28 @@ class Model:
         """Text as int32 tokens (n,), BOS not added.
 
         ``special`` reads control tokens such as ``<|im_start|>`` as such; by default they are plain text, so that
-        nothing a user typed can act as one. Lone surrogates are replaced, as they have no UTF-8.
+        nothing a user typed can act as one. Lone surrogates are replaced, as they have no UTF-8. A line, or white
+        space, of more than 50,000 characters is tokenized in parts where llama.cpp splits text by regular expressions,
+        which would overflow the stack. Raises TooLarge where there is no memory for that.
         """
-        data = text.encode("utf-8", "replace")
         self._check_open()  # the vocabulary goes with the model
+        longest = self._longest_stretch(text)
+        if longest <= _SHALLOW:
+            return self._tokenize(text, special)
+        parts = [text] if longest <= _DEEP else list(_cut(text))
+        found = _on_large_stack(lambda: [self._tokenize(part, special) for part in parts])
+        return np.concatenate(found)
+
+    def _longest_stretch(self, text: str) -> int:
+        """A bound on how many characters a match of the pre-tokenizer's regular expressions has: a line, or white
+        space of several lines. 0 where the tokenizer has no such expressions."""
+        if len(text) <= _SHALLOW or self._vocab_type != _BPE:
+            return 0
+        blank = max((len(run[0]) for run in _BLANK.finditer(text)), default=0)
+        return max(blank, *map(len, text.split("\n")))
+
+    def _tokenize(self, text: str, special: bool) -> TokenArray:
+        data = text.encode("utf-8", "replace")
         buffer = np.empty(len(data) + 8, np.int32)
         count = self._tokenize_into(buffer, data, special)
         if count < 0:
@@ -374,6 +406,50 @@ class Model:
         """A decoder for a growing text that never shows half a character; ``special`` spells control tokens out."""
         return TextStream(self, special)
 
+    def unfinished(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of a character that the last of ``tokens`` begin and do not complete, b"" for none."""
+        data = b"".join(self.piece(int(token), special=True) for token in tokens)[-_LONGEST_CHARACTER:]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(data)
+        return decoder.getstate()[0]
+
+
+def _cut(text: str) -> Iterator[str]:
+    """A text in parts of at most ``_DEEP`` characters, cut at line ends, before a space or a mark where it can be."""
+    start = 0
+    while len(text) - start > _DEEP:
+        window = text[start : start + _DEEP]
+        at = max((m.start() for m in _PLACE.finditer(window, _DEEP - _NEAR)), default=0)
+        yield window[: at or _DEEP]
+        start += at or _DEEP
+    yield text[start:]
+
+
+def _on_large_stack(work: Callable[[], _T]) -> _T:
+    """Run ``work`` in a thread whose stack is large enough for the regular expressions of ``_DEEP`` characters."""
+    done: list[_T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as err:  # raised again in the caller's thread
+            failed.append(err)
+
+    with _stack_lock:
+        before = threading.stack_size(_STACK)
+        try:
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+        except RuntimeError as err:
+            raise TooLarge(f"no {_STACK >> 20} MB of address space for the stack that this long text needs") from err
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
+
 
 class TextStream:
     """Tokens in, text out, with the bytes of an unfinished character held back until the rest arrives."""
@@ -385,6 +461,10 @@ class TextStream:
     def feed(self, token: int) -> str:
         """The text that ``token`` completes, '' while a character is unfinished."""
         return self._decoder.decode(self._model.piece(token, special=self._special))
+
+    def go_on(self, begun: bytes) -> None:
+        """Begin with the bytes of a character that was begun before."""
+        self._decoder.setstate((begun, 0))
 
     @property
     def pending(self) -> bool:

@@ -165,9 +165,9 @@ class Session(Keeping):
         if name is not None:
             self._check_name(name)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._generation = Generation(
-            Host(self._transcript), Request(max_tokens, sampling or self.sampling, stops, name, role, special)
-        )
+        sampling = sampling or self.sampling
+        sampling.check(self.model)
+        self._generation = Generation(Host(self._transcript), Request(max_tokens, sampling, stops, name, role, special))
         return self._generation
 
     @contextlib.contextmanager
