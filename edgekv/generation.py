@@ -42,8 +42,8 @@ class Generation:
     whichever comes first: code that reads top to bottom does what it says. Left half read, it stays where it is;
     the session's next verb ends it there. Ctrl-C ends it and keeps what was said.
 
-    Text never ends inside a character: where ``max_tokens`` cuts one, its bytes stay in the session and out of the text,
-    and the text of the next generation begins with the whole character.
+    Text never ends inside a character: where ``max_tokens`` cuts one, its bytes stay in the session and out of the
+    text, and the text of the next generation begins with the whole character.
 
     ``finish_reason``: "end" (the model's own end token), "stop" (a stop string, which is taken out again),
     "length", or "closed".

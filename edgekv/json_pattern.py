@@ -40,10 +40,6 @@ def pattern_rule(pattern: object) -> str:
     """GBNF for what a pattern matches; raises PatternError."""
     if not isinstance(pattern, str):
         raise PatternError("must be text")
-    try:
-        re.compile(pattern)
-    except re.error as err:
-        raise PatternError(f"no regular expression: {err}") from None
     reader = _Reader(pattern)
     rule = reader.alternatives(top=True)
     if reader.at < len(pattern):
@@ -87,8 +83,8 @@ class _Reader:
             if not (found := _COUNT.match(self.text, self.at)):
                 raise PatternError(f"a count such as {{2,3}} is expected at {self.at}")
             least, most = int(found[1]), int(found[3]) if found[3] else None if found[2] else int(found[1])
-            if max(least, most or 0) > _MOST:
-                raise PatternError(f"a count above {_MOST}")
+            if max(least, most or 0) > _MOST or (most is not None and least > most):
+                raise PatternError(f"a count above {_MOST}, or the first above the second, at {self.at}")
             self.at, count = found.end(), f"{{{least},{'' if most is None else most}}}"
             if most == 0:
                 unit, count = '""', ""
@@ -107,6 +103,8 @@ class _Reader:
                     raise PatternError(f"'(?' at {start} (of these only '(?:' is known)")
                 self.at += 2
             inner = self.alternatives()
+            if self._next() != ")":
+                raise PatternError(f"'(' at {start} has no partner")
             self.at += 1
             return f"({inner})"
         if char == "[":
@@ -138,6 +136,8 @@ class _Reader:
         inside, special = "", set[str]()
         while (char := self._next()) != "]" or not (inside or special):
             place = self.at
+            if char in ("", "]"):
+                raise PatternError("a class that is empty or has no end")
             self.at += 1
             if char in "[&~|-" and (char == "[" or self._next() == char):
                 raise PatternError(f"{char!r} at {place} inside a class")

@@ -140,7 +140,6 @@ class Markup:
         for token in ids.tolist():
             text += stream.feed(token)
             ends.append(len(text))
-        text += stream.finish()
         return text, np.asarray([*ends[:-1], len(text)] if ends else [], np.int64)
 
     def said(self, ids: TokenArray) -> Lexed:

@@ -211,7 +211,7 @@ def test_penalties_count_visible_tokens_only(session: Session) -> None:
     assert session.generate(1, sampling=penalised).finish().tokens == rare.tolist()
 
 
-# ---- characters of several tokens -------------------------------------------------------------------------------------
+# ---- characters of several tokens ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["한국어", "aé😀", "日本"])
@@ -244,13 +244,13 @@ def test_bytes_that_are_no_character_are_shown_as_such(session: Session) -> None
 def test_a_stop_string_after_a_character_begun_before(session: Session) -> None:
     han = "한".encode()
     session.append(byte_tokens(han[:2]))
-    bias = {token: 1e6 for token in byte_tokens(han[2:])}
+    bias = dict.fromkeys(byte_tokens(han[2:]), 1e6)
     assert session.generate(1, sampling=Sampling(logit_bias=bias), stop="한").text == ""
     session.append(byte_tokens(b"ok"))
     session.audit()
 
 
-# ---- what a Sampling refuses ------------------------------------------------------------------------------------------
+# ---- what a Sampling refuses -----------------------------------------------------------------------------------------
 
 NAN, INF = float("nan"), float("inf")
 
