@@ -682,3 +682,14 @@ def test_attached_documents_stand_between_turns(tiny_path: TinyPath, tmp_path: P
         check(chat)
     assert LONG.strip() in chat.session.model.detokenize(chat.session.visible_tokens)
     chat.session.close()
+
+
+@pytest.mark.parametrize("most", [3, 4, 5, 6])
+def test_an_answer_cut_by_its_limit_ends_in_no_half_character(tiny_path: TinyPath, most: int) -> None:
+    chat = open_chat(tiny_path("llama"))
+    said = "".join(reply := chat.ask("Say it.", max_tokens=most, sampling=Sampling(grammar='root ::= "국어국어"')))
+    assert reply.finish_reason == "length" and reply.text == said
+    assert "국어국어".startswith(said) and "\ufffd" not in reply.message.content
+    check(chat)
+    assert chat.ask("And now?", max_tokens=3).finish().finished
+    check(chat)
