@@ -133,8 +133,10 @@ def _checked_bias(bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise UsageError("logit_bias must be a mapping of tokens to numbers")
     for token, value in bias.items():
-        if not _is_whole(token) or token < 0:
-            raise UsageError(f"a key of logit_bias is a token (a whole number of 0 or more), not {token!r}")
+        if not _is_whole(token):
+            raise UsageError(f"a key of logit_bias is a token (a whole number), not {token!r}")
+        if token < 0:
+            raise UsageError(f"token {token} of logit_bias is outside the vocabulary")
         if not _is_number(value) or not (abs(value) <= _STRONGEST or value == -math.inf):
             raise UsageError(
                 f"logit_bias of token {token} must be in ±{_STRONGEST:g}, or -inf to ban it, not {value!r}"
