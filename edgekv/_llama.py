@@ -155,13 +155,6 @@ def start() -> None:
         _started = True
 
 
-def json_schema_to_gbnf(schema: str) -> str:
-    """llama-cpp-python's converter; raises whatever it stumbles over."""
-    from llama_cpp.llama_grammar import json_schema_to_gbnf as convert
-
-    return str(convert(schema))
-
-
 def open_llama(path: str, settings: Settings, template: str, bos: str, eos: str, seed: int = 0) -> Any:
     """llama-cpp-python's own class, to be measured against: silent, on the CPU, in a context like an Engine's, leading
     chats in that template. Raises ValueError where llama.cpp refuses."""

@@ -46,6 +46,9 @@ class Generation:
     ``tokens`` and ``text``, and text that was held back comes as its last piece. (Edits inside ``Session.midway`` do
     not.) ``text``, ``span`` and ``timings`` generate what is left first. Ctrl-C ends it as a verb does.
 
+    Text never ends inside a character: where ``max_tokens`` cuts one, its bytes stay in the session and out of the
+    text, and the text of the next generation begins with the whole character.
+
     ``finish_reason``: "end" (the model's own end token), "stop" (a stop string, which is taken out again),
     "length", or "closed".
     """
@@ -60,6 +63,7 @@ class Generation:
         self.host = host
         self._sampler: Sampler | None = None
         self._stream: TextStream = host.model.text_stream(special=request.special)
+        self._begun = b""  # of a character that the text before began
         self._text = ""
         self._shown = 0
         self._marks: list[int] = []  # characters complete after each token, -1 inside a character
@@ -228,6 +232,8 @@ class Generation:
         self._started_at = time.perf_counter()
         self._sampler, self.start_index = self.host.begin(self)
         self.seed = self._sampler.seed
+        self._begun = self.host.unfinished()
+        self._stream.go_on(self._begun)
 
     def _end(self, reason: str) -> None:
         self._ended_at = time.perf_counter()
@@ -236,7 +242,6 @@ class Generation:
             assert self._sampler is not None
         self._sampler.close()
         self._span, self._turn = self.host.end(self.request.name, self.request.role, self.start_index)
-        self._text += self._stream.finish() if reason != "stop" else ""
         self.finish_reason = reason
 
     def kept(self) -> dict[str, Any]:
@@ -265,6 +270,8 @@ class Generation:
         Where the model's state cannot be rewound it stays in the cache, and only the text ends before it.
         """
         keep = max((i + 1 for i, mark in enumerate(self._marks) if 0 <= mark <= at), default=0)
+        if at and not keep and self._begun:  # the first character began before this generation: it cannot be read again
+            keep = 1 + next(i for i, mark in enumerate(self._marks) if mark > 0)
         done = self._marks[keep - 1] if keep else 0
         again = self.host.shorten(self.start_index + keep, self._text[done:at])
         self._text = self._text[:at]

@@ -91,6 +91,10 @@ class Host:
         """See :func:`edgekv.recovery.whole`."""
         return self._record.whole(work, *others)
 
+    def unfinished(self) -> bytes:
+        """The bytes of a character that the visible text ends inside of."""
+        return self.model.unfinished(self._ledger.visible_tokens[-4:])
+
     def sample(self, sampler: Sampler) -> int:
         """Draw the next token."""
         return self._reader.sample(sampler)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import codecs
 import ctypes
 import os
+import re
 import threading
+import unicodedata
 import weakref
 from collections.abc import Iterable
 from functools import cached_property
@@ -24,6 +26,11 @@ from .wording import parameters, printable, well_formed
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 
+# Many pre-tokenizers are a std::regex (llama.cpp, unicode.cpp), whose matcher calls itself once a character: a match of
+# some 20,000 characters overflows a stack of 8 MB, which ends the process.
+_LONGEST_RUN: Final = 4096
+_LONG_RUN: Final = re.compile(rf"[^ \t\r\n]{{{_LONGEST_RUN + 1}}}|\s{{{_LONGEST_RUN + 1}}}")
+_LONGEST_CHARACTER: Final = 4  # bytes of UTF-8
 _NO_MEMORY: Final = ("Cannot allocate memory", "bad_alloc", "failed to allocate", "unable to allocate")
 _CONTROL: Final = lib.LLAMA_TOKEN_ATTR_UNKNOWN | lib.LLAMA_TOKEN_ATTR_CONTROL
 
@@ -374,10 +381,30 @@ class Model:
         """Text as int32 tokens (n,), BOS not added.
 
         ``special`` reads control tokens such as ``<|im_start|>`` as such; by default they are plain text, so that
-        nothing a user typed can act as one. Lone surrogates become U+FFFD, as they have no UTF-8.
+        nothing a user typed can act as one. Lone surrogates become U+FFFD, as they have no UTF-8. A run of more than
+        4,096 characters without white space, or of white space, is tokenized in parts.
         """
-        data = well_formed(text).encode()
         self._check_open()  # the vocabulary goes with the model
+        parts = [self._tokenize(part, special) for part in self._survivable(well_formed(text))]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _survivable(self, text: str) -> list[str]:
+        """The text in parts that llama.cpp's pre-tokenizers survive: cut within runs of more than ``_LONGEST_RUN``
+        characters, after a word where there is one, and never within a token that has a text of its own."""
+        parts, start = list[str](), 0
+        while (run := _LONG_RUN.search(text, start)) is not None:
+            first, at = run.start(), run.end() - 1
+            words = range(at, max(first, at - _LONGEST_RUN // 2), -1)
+            at = next((i for i in words if text[i - 1].isalnum() and _ends_word(text[i])), at)
+            for name in (*self.control_tokens, *self.defined_tokens):
+                if (inside := text.rfind(name, max(start, at - len(name) + 1), at + len(name) - 1)) > start:
+                    at = inside
+            parts.append(text[start:at])
+            start = at
+        return [*parts, text[start:]]
+
+    def _tokenize(self, text: str, special: bool) -> TokenArray:
+        data = text.encode()
         buffer = np.empty(len(data) + 8, np.int32)
         count = self._tokenize_into(buffer, data, special)
         if count < 0:
@@ -413,6 +440,18 @@ class Model:
         """A decoder for a growing text that never shows half a character; ``special`` spells control tokens out."""
         return TextStream(self, special)
 
+    def unfinished(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of a character that the last of ``tokens`` begin and do not complete, b"" for none."""
+        data = b"".join(self.piece(int(token), special=True) for token in tokens)[-_LONGEST_CHARACTER:]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(data)
+        return decoder.getstate()[0]
+
+
+def _ends_word(char: str) -> bool:
+    """Whether a word ends before this character: no letter, digit, accent or apostrophe."""
+    return not char.isalnum() and char not in "'\u2019" and not unicodedata.category(char).startswith("M")
+
 
 class TextStream:
     """Tokens in, text out, with the bytes of an unfinished character held back until the rest arrives."""
@@ -429,6 +468,10 @@ class TextStream:
     def feed(self, token: int) -> str:
         """The text that ``token`` completes, '' while a character is unfinished."""
         return self._decoder.decode(self._model.piece(token, special=self._special))
+
+    def go_on(self, begun: bytes) -> None:
+        """Begin with the bytes of a character that was begun before."""
+        self._decoder.setstate((begun, 0))
 
     @property
     def pending(self) -> bool:

@@ -6,20 +6,21 @@ min-p, temperature, then a draw. It runs in native code on native logits; numpy 
 
 from __future__ import annotations
 
+import codecs
 import ctypes
-import json
 import math
 import re
 import secrets
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from . import _llama
+from . import _llama, schema
 from ._llama import lib
 from .engine import Engine
 from .errors import ClosedError, GrammarError, GrammarStuck, UsageError
@@ -31,8 +32,10 @@ _MOST_COUNTED: Final = 1 << 20  # llama.cpp allocates a ring of penalty_last_n t
 _LONGEST_GRAMMAR: Final = 1 << 18
 _DEEPEST_GRAMMAR: Final = 500
 _LITERAL: Final = re.compile(r"""\"(?:\\.|[^\"\\])*\"|\[(?:\\.|[^\]\\])*\]|#.*""")
-#: What the converter drops without a word.
-_UNSAID: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_STRONGEST: Final = 1e6  # of biases, penalties and temperatures: their products stay finite in float32
+_COLDEST: Final = 1e-6
+_PENALTIES: Final = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+_FLOATS: Final = ("temperature", "top_p", "min_p", "typical", *_PENALTIES)
 _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
 
 
@@ -40,11 +43,11 @@ _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.floa
 class Sampling:
     """How the next token is chosen. The defaults are greedy: temperature 0 takes the most likely token.
 
-    temperature: 0 greedy, 1 the model's own distribution. top_k: 0 off. top_p, min_p, typical: cut the tail of the
-    distribution (1, 0, 1: off). repeat_penalty (1 off), presence_penalty, frequency_penalty (0 off) look at the
-    last ``penalty_last_n`` *visible* tokens, so a masked span is not counted. seed: None draws one, and the
+    temperature: 0 (or below 1e-6) greedy, 1 the model's own distribution. top_k: 0 off. top_p, min_p, typical: cut
+    the tail of the distribution (1, 0, 1: off). repeat_penalty (1 off), presence_penalty, frequency_penalty (0 off)
+    look at the last ``penalty_last_n`` *visible* tokens, so a masked span is not counted. seed: None draws one, and the
     generation reports it. logit_bias: token -> added logit, -inf bans. grammar: GBNF text; json_schema: a schema
-    (dict or JSON text); at most one of the two.
+    (dict or JSON text), {} for any JSON; at most one of the two.
 
     Raises UsageError for values out of range.
     """
@@ -64,26 +67,46 @@ class Sampling:
     json_schema: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in _FLOATS:
+            if not _is_number(getattr(self, name)):
+                raise UsageError(f"{name} must be a number, not {getattr(self, name)!r}")
+        for name in ("top_k", "penalty_last_n", *(() if self.seed is None else ("seed",))):
+            if not _is_whole(getattr(self, name)):
+                raise UsageError(f"{name} must be a whole number, not {getattr(self, name)!r}")
         rules = (
-            (0 <= self.temperature < math.inf, "temperature must be 0 or more"),
+            (0 <= self.temperature <= _STRONGEST, f"temperature must be in [0, {_STRONGEST:g}]"),
             (0 <= self.top_k < 2**31, "top_k must be in [0 (off), 2**31)"),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]"),
             (0 <= self.min_p <= 1, "min_p must be in [0, 1]"),
             (0 < self.typical <= 1, "typical must be in (0, 1]"),
-            (0 < self.repeat_penalty < math.inf, "repeat_penalty must be above 0 (1 is off)"),
-            (math.isfinite(self.presence_penalty), "presence_penalty must be finite"),
-            (math.isfinite(self.frequency_penalty), "frequency_penalty must be finite"),
+            (
+                1 / _STRONGEST <= self.repeat_penalty <= _STRONGEST,
+                f"repeat_penalty must be in [{1 / _STRONGEST:g}, {_STRONGEST:g}] (1 is off)",
+            ),
+            (abs(self.presence_penalty) <= _STRONGEST, f"presence_penalty must be in ±{_STRONGEST:g}"),
+            (abs(self.frequency_penalty) <= _STRONGEST, f"frequency_penalty must be in ±{_STRONGEST:g}"),
             (0 <= self.penalty_last_n <= _MOST_COUNTED, f"penalty_last_n must be in [0 (off), {_MOST_COUNTED}]"),
             (self.seed is None or 0 <= self.seed < 2**32 - 1, "seed must be in [0, 2**32 - 1)"),
+            (self.grammar is None or isinstance(self.grammar, str), "grammar must be GBNF text"),
             (self.grammar is None or self.json_schema is None, "give a grammar or a json_schema, not both"),
         )
         for holds, message in rules:
             if not holds:
                 raise UsageError(message)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    def check(self, model: Model) -> None:
+        """Raise UsageError for a bias that does not fit the model's vocabulary, or that bans all of it."""
+        bias = self.logit_bias or {}
+        for token in bias:
+            model.check_token(token)
+        if sum(value == -math.inf for value in bias.values()) == model.n_vocab:
+            raise UsageError("logit_bias bans every token of the vocabulary: leave one out")
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < _COLDEST
 
     @property
     def has_penalties(self) -> bool:
@@ -94,39 +117,34 @@ class Sampling:
     @property
     def gbnf(self) -> str | None:
         """The grammar in llama.cpp's notation; raises GrammarError for a schema that has none."""
-        return self.grammar if self.json_schema is None else schema_to_gbnf(self.json_schema)
+        return self.grammar if self.json_schema is None else schema.to_gbnf(self.json_schema)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _checked_bias(bias: object) -> dict[int, float]:
+    """A copy of a bias; raises UsageError where llama.cpp would sample nonsense with it."""
+    if not isinstance(bias, Mapping):
+        raise UsageError("logit_bias must be a mapping of tokens to numbers")
+    for token, value in bias.items():
+        if not _is_whole(token):
+            raise UsageError(f"a key of logit_bias is a token (a whole number), not {token!r}")
+        if token < 0:
+            raise UsageError(f"token {token} of logit_bias is outside the vocabulary")
+        if not _is_number(value) or not (abs(value) <= _STRONGEST or value == -math.inf):
+            raise UsageError(
+                f"logit_bias of token {token} must be in ±{_STRONGEST:g}, or -inf to ban it, not {value!r}"
+            )
+    return {int(token): float(value) for token, value in bias.items()}
 
 
 GREEDY: Final = Sampling()
-
-
-def schema_to_gbnf(schema: str | Mapping[str, Any]) -> str:
-    """A JSON schema as GBNF. Raises GrammarError when it is no JSON or asks for what GBNF cannot say."""
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    if unsaid := sorted(_UNSAID & _keywords(text)):
-        raise GrammarError(f"a grammar cannot hold a number to {', '.join(unsaid)}; leave it out and check the answer")
-    try:
-        return _llama.json_schema_to_gbnf(text)
-    except Exception as err:  # the converter raises whatever it stumbles over
-        raise GrammarError(f"this JSON schema has no grammar: {err}") from err
-
-
-def _keywords(text: str) -> set[str]:
-    """The keywords of a JSON schema, wherever they stand; those of an object's properties are names."""
-    try:
-        return _walked(json.loads(text))
-    except (ValueError, RecursionError):
-        return set()  # the converter says what is wrong
-
-
-def _walked(node: Any) -> set[str]:
-    if isinstance(node, list):
-        return set().union(*map(_walked, node))
-    if not isinstance(node, dict):
-        return set()
-    found = {key for key in node if not isinstance(node[key], dict)}
-    inner = [v for key, v in node.items() if key not in ("properties", "const", "enum", "default", "examples")]
-    return found.union(*map(_walked, inner), *map(_walked, dict(node.get("properties") or {}).values()))
 
 
 class Sampler:
@@ -138,11 +156,14 @@ class Sampler:
     def __init__(self, model: Model, sampling: Sampling, visible: npt.NDArray[np.int32]) -> None:
         self.seed: Final = secrets.randbelow(2**32 - 1) if sampling.seed is None else sampling.seed
         self._careful = sampling.gbnf is not None
-        self._n_vocab = model.n_vocab
+        self._model = model
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._ids = np.arange(model.n_vocab)
         self._entries: npt.NDArray[Any] | None = None
         self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         self._free = weakref.finalize(self, lib.llama_sampler_free, self._chain)
         try:
+            sampling.check(model)
             for part in _parts(model, sampling, self.seed, visible):
                 lib.llama_sampler_chain_add(self._chain, part)
         except BaseException:
@@ -175,6 +196,14 @@ class Sampler:
         """
         self._check_open()
         entries = self._candidates(logits)
+        while not self._continues_text(token := self._choose(entries)):
+            logits = logits.copy()
+            logits[token] = -math.inf
+            entries = self._candidates(logits)
+        lib.llama_sampler_accept(self._chain, token)
+        return token
+
+    def _choose(self, entries: npt.NDArray[Any]) -> int:
         array = _llama.set_fields(
             lib.llama_token_data_array(),
             data=entries.ctypes.data_as(ctypes.POINTER(lib.llama_token_data)),
@@ -186,13 +215,26 @@ class Sampler:
         chosen = array.data[array.selected] if 0 <= array.selected < array.size else None
         if chosen is None or not math.isfinite(chosen.logit):
             raise GrammarStuck("no token of the vocabulary continues the grammar here")
-        lib.llama_sampler_accept(self._chain, chosen.id)
         return int(chosen.id)
+
+    def _continues_text(self, token: int) -> bool:
+        """Whether the text stays UTF-8, of which llama.cpp's grammars check less than a decoder does."""
+        if not self._careful:
+            return True
+        before = self._decoder.getstate()
+        if self._model.is_end(token):
+            return not before[0]
+        try:
+            self._decoder.decode(self._model.piece(token))
+        except UnicodeDecodeError:
+            self._decoder.setstate(before)
+            return False
+        return True
 
     def _candidates(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         if self._entries is None:
-            self._entries = np.zeros(self._n_vocab, _ENTRY)
-        self._entries["id"] = np.arange(self._n_vocab)  # the chain sorts in place
+            self._entries = np.zeros(len(self._ids), _ENTRY)
+        self._entries["id"] = self._ids  # the chain sorts in place
         self._entries["logit"] = logits
         self._entries["p"] = 0
         return self._entries

@@ -168,9 +168,9 @@ class Session(Keeping):
         if name is not None:
             self._check_name(name)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Generation(
-            Host(self._transcript), Request(max_tokens, sampling or self.sampling, stops, name, role, special)
-        )
+        sampling = sampling or self.sampling
+        sampling.check(self.model)
+        return Generation(Host(self._transcript), Request(max_tokens, sampling, stops, name, role, special))
 
     @contextlib.contextmanager
     def midway(self) -> Iterator[None]:

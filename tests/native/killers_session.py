@@ -85,7 +85,8 @@ def a_grammar_that_rejects_everything(s: Session) -> None:
 def every_token_banned(s: Session) -> None:
     ban = dict.fromkeys(range(s.model.n_vocab), -math.inf)
     for temperature in (0.0, 1.0):
-        s.generate(3, sampling=Sampling(temperature, logit_bias=ban)).finish()
+        with refused(UsageError, "bans every token"):
+            s.generate(3, sampling=Sampling(temperature, logit_bias=ban))
 
 
 @killer()
@@ -93,13 +94,12 @@ def extreme_sampling(s: Session) -> None:
     """Every chain ends in a sampler that chooses, whatever the numbers."""
     for extra in (
         {"temperature": 1e-44},
-        {"temperature": 1e300},
+        {"temperature": 1e6},
         {"temperature": 1.0, "top_k": 2**31 - 1},
         {"temperature": 1.0, "top_p": 1e-300, "min_p": 1.0, "typical": 1e-300},
-        {"temperature": 1.0, "repeat_penalty": 1e300, "presence_penalty": 1e300, "frequency_penalty": -1e300},
-        {"repeat_penalty": 1e-300, "penalty_last_n": 1 << 20},
-        {"logit_bias": {5: math.nan, 6: math.inf}},
-        {"temperature": 1.0, "logit_bias": {5: math.nan, 6: math.inf}},
+        {"temperature": 1.0, "repeat_penalty": 1e6, "presence_penalty": 1e6, "frequency_penalty": -1e6},
+        {"repeat_penalty": 1e-6, "penalty_last_n": 1 << 20},
+        {"temperature": 1e-6, "logit_bias": {5: 1e6, 6: -1e6, 7: -math.inf}},
         {"temperature": 1.0, "seed": 2**32 - 2},
     ):
         generation = s.generate(2, sampling=Sampling(**extra))  # type: ignore[arg-type]

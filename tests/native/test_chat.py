@@ -722,3 +722,14 @@ def test_undo_passes_over_what_is_not_to_be_undone(tiny_path: TinyPath) -> None:
         assert len(chat.session._transcript.journal.edits) < before
     check(chat)
     chat.session.close()
+
+
+@pytest.mark.parametrize("most", [3, 4, 5, 6])
+def test_an_answer_cut_by_its_limit_ends_in_no_half_character(tiny_path: TinyPath, most: int) -> None:
+    chat = open_chat(tiny_path("llama"))
+    said = "".join(reply := chat.ask("Say it.", max_tokens=most, sampling=Sampling(grammar='root ::= "국어국어"')))
+    assert reply.finish_reason == "length" and reply.text == said
+    assert "국어국어".startswith(said) and "\ufffd" not in reply.message.content
+    check(chat)
+    assert chat.ask("And now?", max_tokens=3).finish().finished
+    check(chat)

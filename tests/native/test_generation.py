@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgekv import Sampling, Session, errors
-from helpers import EXACT, TEXT, look, open_tiny, some_tokens
+from helpers import EXACT, TEXT, byte_tokens, look, open_tiny, some_tokens
 
 TinyPath = Callable[..., Path]
 
@@ -231,19 +231,97 @@ def test_penalties_count_visible_tokens_only(session: Session) -> None:
     assert session.generate(1, sampling=penalised).finish().tokens == rare.tolist()
 
 
+# ---- characters of several tokens ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["한국어", "aé😀", "日本"])
+def test_text_never_ends_inside_a_character_and_goes_on_with_it(session: Session, text: str) -> None:
+    """Each number of tokens before a cut: both texts together are what was sampled, and no U+FFFD is in them."""
+    data = byte_tokens(text.encode())
+    start = len(session.tokens)
+    for cut in range(1, len(data)):
+        parts = []
+        for tokens in (data[:cut], data[cut:]):
+            said = ""
+            for token in tokens:
+                generation = session.generate(1, sampling=Sampling(logit_bias={token: 1e6}))
+                said += generation.text
+                assert generation.tokens == [token]
+            parts.append(said)
+        assert "".join(parts) == text
+        assert parts[0] == text.encode()[:cut].decode("utf-8", "ignore")
+        session.rewind(start)
+
+
+def test_bytes_that_are_no_character_are_shown_as_such(session: Session) -> None:
+    """A continuation that does not fit, and a lead byte that text follows."""
+    for data in (b"a\x80", b"\xed\x95"):
+        for token in byte_tokens(data):
+            session.generate(1, sampling=Sampling(logit_bias={token: 1e6})).finish()
+    assert session.generate(1, sampling=Sampling(logit_bias={byte_tokens(b"x")[0]: 1e6})).text == "\ufffdx"
+
+
+def test_a_stop_string_after_a_character_begun_before(session: Session) -> None:
+    han = "한".encode()
+    session.append(byte_tokens(han[:2]))
+    bias = dict.fromkeys(byte_tokens(han[2:]), 1e6)
+    assert session.generate(1, sampling=Sampling(logit_bias=bias), stop="한").text == ""
+    session.append(byte_tokens(b"ok"))
+    session.audit()
+
+
+# ---- what a Sampling refuses -----------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
-    ("schema", "refused"),
+    "wrong",
     [
-        ({"type": "integer", "minimum": 0}, True),
-        ({"type": "object", "properties": {"n": {"type": "number", "multipleOf": 2}}}, True),
-        ({"type": "array", "items": {"type": "integer", "exclusiveMaximum": 9}}, True),
-        ({"type": "object", "properties": {"minimum": {"type": "integer"}}}, False),  # a name, no bound
-        ({"enum": [{"minimum": 1}]}, False),
+        *({"logit_bias": {5: value}} for value in (NAN, INF, 1e30, "1", True, None)),
+        *({"logit_bias": {token: 1.0}} for token in ("5", -1, True, 5.0, None)),
+        {"logit_bias": [5]},
+        *(
+            {name: value}
+            for name in ("temperature", "top_p", "min_p", "typical")
+            for value in (NAN, -1, INF, "1", True)
+        ),
+        *(
+            {name: value}
+            for name in ("repeat_penalty", "presence_penalty", "frequency_penalty")
+            for value in (NAN, INF, "1")
+        ),
+        *({name: value} for name in ("top_k", "penalty_last_n", "seed") for value in (-1, 2**32, 1.5, "1", True)),
+        {"repeat_penalty": 1e-30},
+        {"grammar": b"root"},
     ],
+    ids=str,
 )
-def test_a_bound_that_a_grammar_would_drop_is_refused(schema: dict[str, Any], refused: bool) -> None:
-    if refused:
-        with pytest.raises(errors.GrammarError, match="cannot hold a number to"):
-            assert Sampling(json_schema=schema).gbnf
-    else:
-        assert Sampling(json_schema=schema).gbnf
+def test_a_sampling_out_of_range_is_refused_where_it_is_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(errors.UsageError):
+        Sampling(**wrong)
+
+
+def test_a_bias_that_does_not_fit_the_vocabulary_touches_nothing(session: Session) -> None:
+    before = look(session)
+    n_vocab = session.model.n_vocab
+    for bias in ({n_vocab: 1.0}, dict.fromkeys(range(n_vocab), -INF)):
+        with pytest.raises(errors.UsageError):
+            session.generate(3, sampling=Sampling(logit_bias=bias))
+    assert look(session) == before
+
+
+def test_a_sampling_keeps_the_bias_it_was_made_with() -> None:
+    bias = {np.int32(5): np.float32(1.0)}
+    sampling = Sampling(logit_bias=bias)  # type: ignore[arg-type]
+    bias[np.int32(6)] = np.float32(NAN)
+    assert sampling.logit_bias == {5: 1.0}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-9, 1.0])
+def test_a_grammar_and_a_bias_that_leave_nothing_are_stuck(session: Session, temperature: float) -> None:
+    a = {t: -INF for t in range(session.model.n_vocab) if b"a" in session.model.piece(t)}
+    generation = session.generate(5, sampling=Sampling(temperature, top_k=3, grammar='root ::= "a"', logit_bias=a))
+    with pytest.raises(errors.GrammarStuck):
+        generation.finish()
+    session.audit()

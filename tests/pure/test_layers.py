@@ -53,8 +53,8 @@ LAYERS = (
     ("model",),
     ("_llama", "settings", "state_blob", "fetch", "tiny", "receipts", "tally", "numerics"),
     ("catalog", "capabilities", "memory", "gguf", "_pip"),
-    ("columns", "history", "places", "steps"),
-    ("shares", "fair_lock", "store", "files", "wording", "folders"),
+    ("columns", "history", "places", "steps", "schema"),
+    ("shares", "fair_lock", "store", "files", "wording", "folders", "json_pattern"),
     ("spans",),
     ("errors",),
 )
