@@ -245,19 +245,17 @@ class Generation:
         self.finish_reason = reason
 
     def kept(self) -> dict[str, Any]:
-        """What it is now."""
+        """What it is now. Its lists are appended to, or replaced: of them the length is enough."""
         mine = dict(vars(self))
         for name in ("cut_short", "_coming"):
             del mine[name]
-        return {**mine, "tokens": list(self.tokens), "_marks": list(self._marks), "_stream": self._stream.copy()}
+        return {**mine, "_stream": self._stream.copy(), "lengths": (len(self.tokens), len(self._marks))}
 
     def restore_kept(self, before: dict[str, Any]) -> None:
-        again = {
-            "tokens": list(before["tokens"]),
-            "_marks": list(before["_marks"]),
-            "_stream": before["_stream"].copy(),
-        }
-        vars(self).update(before, **again)
+        mine = {**before, "_stream": before["_stream"].copy()}
+        tokens, marks = mine.pop("lengths")
+        vars(self).update(mine)
+        del self.tokens[tokens:], self._marks[marks:]
 
     def _find_stop(self) -> int | None:
         """Where the first stop string begins in the text not yet shown."""

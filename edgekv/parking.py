@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -57,7 +58,7 @@ class Parking:
         self._most: Final = most
         self._folder: Final = folder
         self._blobs: OrderedDict[int, Blob] = OrderedDict()  # the least recently used first
-        self._holders: dict[object, set[int]] = {}
+        self._holders: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         self._files: dict[Path, PoolFile] = {}
         self._next = 0
 
@@ -113,7 +114,7 @@ class Parking:
 
     def keep_only(self, held: dict[object, set[int]]) -> None:
         """These sessions hold these blobs, and no other does."""
-        self._holders = {holder: numbers for holder, numbers in held.items() if numbers}
+        self._holders = weakref.WeakKeyDictionary({holder: numbers for holder, numbers in held.items() if numbers})
         self.drop_unheld()
 
     def release(self, holder: object) -> None:
@@ -129,7 +130,7 @@ class Parking:
 
     def forget(self) -> None:
         """In a child process: the files are the parent's, and so is what is in them."""
-        self._blobs, self._holders, self._files = OrderedDict(), {}, {}
+        self._blobs, self._holders, self._files = OrderedDict(), weakref.WeakKeyDictionary(), {}
 
     def close(self) -> None:
         self._blobs.clear()

@@ -26,7 +26,7 @@ _MAX_THREADS: Final = 512  # ggml.h: GGML_MAX_N_THREADS; far beyond it llama.cpp
 class Settings:
     """How a context is opened.
 
-    n_ctx: cells, rounded up to 256. n_batch: tokens a decode call, which is also how long Ctrl-C may wait. kv_type:
+    n_ctx: cells, rounded up to 256. n_batch: tokens a decode call. kv_type:
     f32, f16, q8_0 or q4_0. n_threads: None for the physical cores this process may use, or the whole CPUs of a
     container's quota where those are fewer. n_sessions, n_archives: sequences set aside; sessions and forks share the
     cells, and an archive takes masked spans whose positions do not overlap. rope_freq_base, rope_freq_scale: of RoPE, 0

@@ -162,8 +162,7 @@ def cut(
         gc.collect()
         with engine.lock:
             recovery.ready(engine)  # a fork that nobody got is taken back
-        # a fork that stands and whose caller never got it holds its cells until it is collected
-        assert engine.cells_used == 0 or verb is VERBS["fork"][1], f"cells are lost at {at}, {again}"
+        assert engine.cells_used == 0, f"cells are lost at {at}, {again}"
 
 
 def check(engine: Engine, name: str, places: int | None, again: int = 0) -> None:
