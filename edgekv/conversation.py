@@ -159,7 +159,10 @@ class Conversation:
         self._following.take(generation)
         start = self._following.said_from
         answer = answers.parse(self.script.text[start:], self.opening)
-        message = Message("assistant", plain(answer.text), plain(answer.reasoning), raw=answer.raw, said=answer.text)
+        content, half = plain(answer.text), "\ufffd" if generation.inside_character else ""
+        message = Message(
+            "assistant", content.removesuffix(half), plain(answer.reasoning), raw=answer.raw, said=answer.text
+        )
         turn = self._turn(replace(message, tags=(SUMMARY,) if self._summing else ()))
         thinking = None if answer.thinking is None else (start + answer.thinking[0], start + answer.thinking[1])
         self._following.answered(turn.name, turn.message, thinking)

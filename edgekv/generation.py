@@ -109,6 +109,11 @@ class Generation:
         return self._sampler is not None
 
     @property
+    def inside_character(self) -> bool:
+        """Whether its tokens end with a part of a character, which is no part of ``text``."""
+        return self._stream.pending
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 import numpy as np
 
-from . import _llama
 from .capabilities import rotation_disabled
 from .errors import UsageError, WrongFile
 from .store import MANIFEST, Content, Stored
@@ -60,6 +59,8 @@ class CacheFacts:
         s = settings
         turned = s.kv_type.startswith("q") and not rotation_disabled()
         rope = float(s.rope_freq_base), float(s.rope_freq_scale)
+        from . import _llama  # a file can be looked at without it
+
         return cls(s.kv_type, s.flash_attention, *rope, turned, _llama.lib.LLAMA_STATE_SEQ_VERSION)
 
 

@@ -167,6 +167,7 @@ class Markup:
         for token in ids.tolist():
             text += stream.feed(token)
             ends.append(len(text))
+        text += stream.finish()
         return text, np.asarray([*ends[:-1], len(text)] if ends else [], np.int64)
 
     def spell(self, ids: TokenArray) -> str:

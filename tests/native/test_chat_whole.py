@@ -27,7 +27,7 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "Looks."
 
 
 def say(text: str) -> Sampling:
-    return Sampling(grammar=f"root ::= {json.dumps(text)}")
+    return Sampling(grammar=f"root ::= {json.dumps(text, ensure_ascii=False)}")
 
 
 def seen(chat: Chat) -> str:
@@ -440,7 +440,7 @@ def test_lone_surrogates_become_replacement_characters(tiny_path: TinyPath, tmp_
 
 
 def test_an_answer_of_broken_bytes_is_saved_and_loaded(tiny_path: TinyPath, tmp_path: Path) -> None:
-    """Half a character at its end, and bytes that are none."""
+    """Bytes that begin a character and do not complete it, and bytes that are none."""
     chat = open_chat(tiny_path(), max_tokens=6)
     model = chat.session.model
     first, no_utf8 = model.tokenize("é").tolist()[0], [t for t in range(model.n_vocab) if model.piece(t) == b"\xff"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from conftest import TinyPath
 from edgekv import Model
 from edgekv._llama import lib
 from helpers import python
+
+TinyPath = Callable[..., Path]
 
 #: One of each kind of regular expression that overflows the stack, and each letter that does.
 FAMILIES = ("gpt-4o", "deepseek-llm", "bloom", "default")
