@@ -51,7 +51,7 @@ _HELP = """Lead one long conversation in four ways, turn and turn about.
     help="How much of the cache trimmed lists of messages may fill; less trims more, and less often.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Other messages.")
-@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores]")
+@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores, or a container's CPU quota]")
 @click.option("--json", "json_to", metavar="FILE", help="Write every turn, - for stdout instead of the table.")
 @click.option("--plot", "plot_to", metavar="FILE", help="Write charts and table as one HTML file.")
 def chat(model: str, json_to: str | None, plot_to: str | None, **given: Any) -> int:

@@ -71,7 +71,7 @@ class Lengths(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     "--ctx", type=click.IntRange(1), default=4096, show_default=True, help="Cells of your sessions, for timing."
 )
 @click.option("--kv-type", type=click.Choice(list(KV_BLOCKS)), default="f16", show_default=True, help="Of the cache.")
-@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores]")
+@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores, or a container's CPU quota]")
 def compare(
     model: str, json_to: str | None, html_to: str | None, csv_to: str | None, fail_if: str | None, **given: Any
 ) -> int:

@@ -28,7 +28,7 @@ _TITLES = {
 @model_argument
 @click.option("--repeat", default=3, show_default=True, type=click.IntRange(1), help="Timings of each way.")
 @click.option("--n-ctx", default=4096, show_default=True, type=click.IntRange(1), help="Cells of the KV cache.")
-@click.option("--threads", default=None, type=click.IntRange(1), help="Default: the physical cores.")
+@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores, or a container's CPU quota]")
 @json_option
 def demo(model: str, repeat: int, n_ctx: int, threads: int | None, as_json: bool) -> None:
     """Show the whole idea in a minute, on a small model.

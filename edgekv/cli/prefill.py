@@ -25,7 +25,7 @@ _STDIN = "-"
 @click.option(
     "--kv-type", type=click.Choice(list(KV_BLOCKS)), default="f16", show_default=True, help="Of the sessions."
 )
-@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores]")
+@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores, or a container's CPU quota]")
 @json_option
 def prefill(
     file: str, output: str | None, attend: str | None, model: str, kv_type: str, threads: int | None, as_json: bool

@@ -81,7 +81,7 @@ class Options:
 @click.option("--seed", type=int, help="Repeat a drawn answer (temperature above 0).")
 @click.option("--n-ctx", type=click.IntRange(1), metavar="CELLS", help="Size of the cache.  [default: what is needed]")
 @click.option("--kv-type", type=click.Choice(list(KV_BLOCKS)), default="f16", show_default=True, help="Of the cache.")
-@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores]")
+@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores, or a container's CPU quota]")
 @json_option
 def run(as_json: bool, **given: Any) -> int:
     from edgekv import Model, Sampling, Session, prompt

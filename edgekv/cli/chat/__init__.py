@@ -95,7 +95,7 @@ class Given:
 @click.option("--seed", type=int, help="Repeat a drawn conversation.")
 @click.option("--n-ctx", type=click.IntRange(1), metavar="CELLS", help="Size of the cache.  [default: up to 4096]")
 @click.option("--kv-type", type=click.Choice(list(KV_BLOCKS)), help="Of the cache.  [default: f16]")
-@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores]")
+@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores, or a container's CPU quota]")
 @click.option("--memory-budget", metavar="SIZE", help='Size the cache so that the process stays below, "512MiB".')
 @click.option("--autosave", metavar="FILE", help="Keep the conversation there.  [default: a file in the state folder]")
 @click.option("--autosave-kv", is_flag=True, help="Keep the KV cache with it: large, but nothing is prefilled on load.")
