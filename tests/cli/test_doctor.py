@@ -200,6 +200,7 @@ def test_self_tests_are_the_same_for_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_default_model(edgekv: Edgekv, smollm2_path: Path) -> None:
     done = edgekv("doctor", smollm2_path, "--json")
     told = {check["name"].partition(",")[0]: check for check in json.loads(done.out)["checks"][-4:]}

@@ -37,11 +37,12 @@ def llama(tiny_path: TinyPath) -> Iterator[Model]:
         yield loaded
 
 
+FEWER = (("gemma3", "canary"), ("gemma3", "summary"), ("yarn", "canary"), ("yarn", "summary"))
 WORKLOADS = [
-    *(("llama", "canary"), ("llama", "tools"), ("llama", "summary"), ("gemma3", "canary"), ("yarn", "summary")),
+    *(("llama", "canary"), ("llama", "summary")),
     *(
         pytest.param(*both, marks=pytest.mark.slow)
-        for both in (("llama", "chat"), ("llama", "think"), ("gemma3", "summary"), ("yarn", "canary"))
+        for both in (("llama", "chat"), ("llama", "think"), ("llama", "tools"), *FEWER)
     ),
 ]
 
@@ -101,6 +102,7 @@ def test_timing_leaves_the_session_where_it_was(model: Model) -> None:
     point.close()
 
 
+@pytest.mark.slow
 def test_the_control_sits_at_chance(llama: Model) -> None:
     """And so does everything on a model that knows nothing: it is told so, not that nothing leaks."""
     options = Options(
@@ -173,7 +175,7 @@ def test_arms_that_read_otherwise_are_noticed(llama: Model, monkeypatch: pytest.
 # -- Ctrl-C and nonsense ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [1, 6])
+@pytest.mark.parametrize("after", [1, 3])
 def test_what_is_finished_counts(llama: Model, after: int) -> None:
     calls: list[str] = []
 
@@ -336,11 +338,11 @@ def test_the_placebo_is_measured_by_its_own_restart(llama: Model) -> None:
 
 
 def test_facts_before_and_behind_are_asked_everywhere_and_the_control_once(llama: Model) -> None:
-    data = compare.run(llama, replace(QUICK, cases=3, compared=1)).data
+    data = compare.run(llama, replace(QUICK, cases=2, compared=1)).data
     for name in set(data["arms"]) - {"placebo"}:
-        assert [data["arms"][name]["facts"][part]["n"] for part in ("before", "behind")] == [3, 3]
-        assert data["arms"][name]["leak"]["n"] == 3
-    assert data["controls"]["n"] == 3
+        assert [data["arms"][name]["facts"][part]["n"] for part in ("before", "behind")] == [2, 2]
+        assert data["arms"][name]["leak"]["n"] == 2
+    assert data["controls"]["n"] == 2
 
 
 @pytest.mark.parametrize(("trained", "said"), [(64, ["more than the 64 this model was trained on"]), (4096, [])])

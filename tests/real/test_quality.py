@@ -141,7 +141,7 @@ def check_worth(model: Model, texts: Sequence[Path], lengths: Sequence[int], cap
         assert kl["auto"] == kl["recompute" if k <= 64 else "none"]
 
 
-@pytest.mark.parametrize("model", ["smollm2_path", pytest.param("gemma_path", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
 def test_closing_the_gap_is_what_matters(model: Model, capsys: Capture) -> None:
     """And reading the few tokens behind it again, or having read them in isolation, is as good as a restart."""
     check_worth(model, TEXTS[1:2], [16], capsys)

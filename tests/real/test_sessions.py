@@ -83,7 +83,7 @@ def test_a_loaded_session_evaluates_nothing_again(smollm2_path: Path, tmp_path: 
     assert (timings.prefilled, timings.reread, timings.reused) == (0, 0, 1000)
 
 
-@pytest.mark.parametrize("model", ["smollm2_path", pytest.param("gemma_path", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
 def test_an_attached_text_is_as_good_as_one_that_was_read(model: Model, tmp_path: Path, capsys: Capture) -> None:
     content = bench.TEXTS[0].read_text("utf-8")[:1600]
     prefill(content, tmp_path / "text.kv", model, attend=bench.SYSTEM)

@@ -72,7 +72,7 @@ def test_a_replaced_text_read_again_equals_a_restart(model: Model) -> None:
     assert mean_kl(reference, replaced) > exact
 
 
-@pytest.mark.parametrize("model", ["smollm2_path", pytest.param("gemma_path", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
 def test_positions_far_beyond_training_change_nothing(model: Model, capsys: Capture) -> None:
     """The same tokens at later and later positions, against position 0, as far as positions are let grow.
 
