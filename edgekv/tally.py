@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass
@@ -35,12 +36,14 @@ class Tally:
         """Be what another tally was."""
         vars(self).update(vars(other))
 
-    def kept(self) -> Tally:
-        """What it is now."""
-        return replace(self, turn=replace(self.turn))
+    def kept(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What it is now. (Plain dicts: every generated token asks.)"""
+        return dict(vars(self)), dict(vars(self.turn))
 
-    def restore_kept(self, before: Tally) -> None:
-        self.fill(before.kept())
+    def restore_kept(self, before: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        mine, turn = before
+        vars(self).update(mine)
+        vars(self.turn).update(turn)
 
     def read(self, num_tokens: int, seconds: float) -> None:
         self.prefilled += num_tokens
