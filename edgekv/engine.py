@@ -254,6 +254,10 @@ class Engine:
         """It may."""
         self._cells.touched = True
 
+    def untouch(self) -> None:
+        """It does not: a unit begins."""
+        self._cells.touched = False
+
     def untouched(self) -> list[Call]:
         """The call after which it does not."""
         return [partial(self._cells.__dict__.update, touched=False)]
@@ -286,6 +290,12 @@ class Engine:
         """(sequence, position) -> the sequences that hold that cell."""
         with self.lock:
             return {(seq, pos): held for pos, held in self.cells.members() for seq in held}
+
+    def empty_but(self, sequences: set[int]) -> None:
+        """Nothing is in any other sequence of a session."""
+        with self.lock:
+            for seq in set(range(NUM_RESERVED, self._num_sequences)) - sequences:
+                self.cells.clear(seq)
 
     def free_but(self, sequences: set[int]) -> None:
         """All other sequences are free for new sessions."""

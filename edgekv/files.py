@@ -37,36 +37,26 @@ def writing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """
     path = path.resolve()  # what a link points to is replaced, not the link
     _remove_stale(path)
-    temporary, file = _new_temporary(path, private=private)
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            if fcntl is not None:  # the lock is held until nobody can take it for a stale one
-                os.replace(temporary, path)
-        if fcntl is None:  # Windows does not rename an open file
-            os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def _new_temporary(path: Path, *, private: bool) -> tuple[Path, BinaryIO]:
-    """A file of a name that no other writer has, on whatever machine it is, locked while it is open."""
-    while True:
-        temporary = path.with_name(f"{_begin_of(path)}{secrets.token_hex(8)}.tmp")
-        file = open(temporary, "x+b", opener=_private if private else None)  # noqa: SIM115
+    written = False
+    while not written:
+        temporary = path.with_name(f"{_begin_of(path)}{secrets.token_hex(8)}.tmp")  # nobody else has that name
         try:
-            _lock(file.fileno(), wait=True)
-            if os.fstat(file.fileno()).st_nlink or fcntl is None:
-                return temporary, file
+            with open(temporary, "x+b", opener=_private if private else None) as file:
+                _lock(file.fileno(), wait=True)
+                if fcntl is not None and not os.fstat(file.fileno()).st_nlink:
+                    continue  # another writer took it for a stale one before it was locked
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                if fcntl is not None:  # the lock is held until nobody can take it for a stale one
+                    os.replace(temporary, path)
+            if fcntl is None:  # Windows does not rename an open file
+                os.replace(temporary, path)
+            written = True
         except BaseException:
-            file.close()
             temporary.unlink(missing_ok=True)
             raise
-        file.close()  # another writer took it for a stale one before it was locked
+    sync_folder(path.parent)
 
 
 def _lock(fd: int, *, wait: bool) -> bool:

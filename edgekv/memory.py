@@ -76,7 +76,9 @@ class MemoryEstimate:
 
     def address_space(self, n_threads: int) -> int:
         """The ``ulimit -v`` such a process needs, in bytes, with that many threads of llama.cpp; on Linux."""
-        threads = (n_threads - 1) * (_stack() + _ARENA)
+        # Long batches are decoded in a thread of their own, and each thread that decodes has helpers of its own.
+        # glibc reserves an arena twice over for a moment, to align it.
+        threads = (2 * n_threads - 1) * (_stack() + _ARENA) + _ARENA
         return program_space() + _LOADING + min(self.weights // 4, 32 * MIB) + self.total + threads
 
 

@@ -117,6 +117,7 @@ class Record:
 
     def _own_first(self, steps: Sequence[Step]) -> Sequence[Step]:
         """Copies of cells that others hold too, which change nothing by themselves, come first where there is room."""
+        self.engine.check_steps(steps)
         owned = [step for step in steps if isinstance(step, Own)]
         if sum(step.p1 - step.p0 for step in owned) > self.engine.cells_free:
             return steps

@@ -74,11 +74,8 @@ def ready(engine: Engine) -> bool:
     in this thread, of which the caller is a part."""
     unit = engine.unit
     if unit is None:
-        if not engine.closed and any(
-            ref() is None for ref in engine.owners.values()
-        ):  # a session that nobody closed, and nobody has
-            engine.touch()
-            _take_back(engine, Unit(engine, (), None))
+        if not engine.closed and any(ref() is None for ref in engine.owners.values()):
+            _let_go(engine)
         return False
     if unit.running:
         return True
@@ -91,6 +88,7 @@ def whole(engine: Engine, records: Sequence[Record], work: Callable[[], R], othe
     lock."""
     if ready(engine):
         return work()
+    engine.untouch()
     engine.unit = Unit(engine, records, sys._getframe(), others)
     try:
         result = work()
@@ -146,6 +144,18 @@ def _take_back(engine: Engine, unit: Unit) -> None:
             members = engine.members()
             for record in records:
                 record.ledger.own_alone(members)
+    _count(engine, records)
+
+
+def _let_go(engine: Engine) -> None:
+    """Empty the sequences of sessions that nobody closed, and nobody has any more."""
+    records = open_records(engine)
+    engine.empty_but({seq for record in records for seq in record.sequences})
+    _count(engine, records)
+
+
+def _count(engine: Engine, records: Sequence[Record]) -> None:
+    """These sessions are all there are: what the others had is free."""
     engine.owners = {record.live: engine.owners[record.live] for record in records}
     engine.free_but({seq for record in records for seq in record.sequences})
     num_cells = engine.shares.count([record.ledger.cell_ids for record in records])

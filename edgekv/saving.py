@@ -200,6 +200,8 @@ def load(
     changed.
     """
     manifest.check(stored, facts, engine.model, engine.settings)
+    if facts.session is not None and facts.session.kv and engine.model.capabilities.mask:
+        engine.check_copies()
     engine.reading = True
     try:
         saved = manifest.decode(stored, _SESSION, Snapshot)
@@ -232,8 +234,7 @@ def _fill(stored: Stored, facts: Manifest, saved: Snapshot, transcript: Transcri
     original = _logits(stored, _ORIGINAL, saved.original, engine)
     record.spans.fill(saved.spans, saved.span_counter)
     record.tally.fill(saved.tally)
-    if kv and record.ledger.has_cells:
-        engine.check_copies()
+    record.tally.end_generation()  # what the other process evaluated costs this one nothing
     if not kv:
         transcript.reader.progress = progress
         transcript.reader.refill()

@@ -95,8 +95,8 @@ def statuses() -> dict[str, str]:
 
 @pytest.mark.usefixtures("no_models")
 def test_a_shift_by_the_wrong_amount(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Cells.shift
-    monkeypatch.setattr(Cells, "shift", lambda self, seq, p0, p1, delta: right(self, seq, p0, p1, delta + 1))
+    right = Cells._shift
+    monkeypatch.setattr(Cells, "_shift", lambda self, run, delta: right(self, run, delta + 1))
     found = statuses()
     assert found["closed gap, full attention"] == found["closed gap, sliding window"] == "failed"
     assert found["exact undo, full attention"] == "ok"  # nothing moves there

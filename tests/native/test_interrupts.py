@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -195,7 +196,8 @@ def test_ctrl_c_at_any_line(session: Session, verb: str) -> None:
             if verb == "generate":
                 assert len(now.tokens) >= len(before.tokens) and now.tokens == after.tokens[: len(now.tokens)]
             else:
-                assert now in (before, after), line
+                # Copies of cells that a fork shares may be there already: they change nothing by themselves.
+                assert replace(now, cells_free=0) in [replace(seen, cells_free=0) for seen in (before, after)], line
             fork.append("on")
             fork.generate(2).finish()
             look(fork)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,19 +124,20 @@ def test_a_progress_callback_cannot_touch_any_session(
 @contextlib.contextmanager
 def ctrl_c_after_native_steps() -> Iterator[None]:
     """SIGINT arrives when an edit's native steps are done, at the first edit of the block."""
-    right, armed = Record.apply, [True]
+    right, armed = Record.change, [True]
 
-    def apply(self: Record, steps: object) -> None:
-        right(self, steps)  # type: ignore[arg-type]
+    def change(self: Record, *args: Any, **kwargs: Any) -> Any:
+        result = right(self, *args, **kwargs)
         if armed and armed.pop():
             os.kill(os.getpid(), signal.SIGINT)
+        return result
 
-    Record.apply = apply  # type: ignore[method-assign]
+    Record.change = change  # type: ignore[method-assign]
     try:
         with pytest.raises(KeyboardInterrupt):
             yield
     finally:
-        Record.apply = right  # type: ignore[method-assign]
+        Record.change = right  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -690,7 +690,7 @@ def test_numbers_of_numpy_s(session: Session, tmp_path: Path) -> None:
 def test_what_could_not_be_loaded_is_not_saved(session: Session, tmp_path: Path) -> None:
     session.save(tmp_path / "file.kv")
     before = (tmp_path / "file.kv").read_bytes()
-    session.sampling = Sampling(True)  # what msgspec would write, and not read
+    session.sampling = Sampling(grammar="\ud800")  # what msgspec would write, and not read
     with pytest.raises(errors.UsageError, match="would not be readable"):
         session.save(tmp_path / "file.kv")
     session.sampling = Sampling()

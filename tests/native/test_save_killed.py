@@ -17,22 +17,25 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL and for
 #: A process that forks writers, each killed at another line of edgekv's code; the model is loaded once.
 #: argv: a model, a file, how many lines.
 KILLER = """
-import json, os, signal, sys
+import json, os, signal, sys, traceback
 from collections import Counter
 from pathlib import Path
-from edgekv import Session, Settings
+from edgekv import Engine, Model, Session, Settings
 from edgekv.store import Stored
 from helpers import at_lines, places_in, some_tokens
 
 path, count = Path(sys.argv[2]), int(sys.argv[3])
-settings = Settings(n_ctx=1024, n_batch=64, n_threads=1)
+settings = Settings(n_ctx=2304, n_batch=64, n_threads=1)
+engine = Engine(Model(sys.argv[1]), settings)
 versions = {}
 for size in (100, 900):  # small and large
-    versions[size] = Session(sys.argv[1], settings=settings)
-    versions[size].append(some_tokens(size), name="old" if size == 100 else "new", tags=["x"])
-    versions[size].mask((20, 40))
-    versions[size].park((50, 60))
-    versions[size].logits()
+    with Session(engine) as session:
+        session.append(some_tokens(size), name="old" if size == 100 else "new", tags=["x"])
+        session.mask((20, 40))
+        session.park((50, 60))
+        session.logits()
+        session.save(path)
+    versions[size] = Session.load(path, engine)
 
 def read():
     with Stored(path) as stored:
@@ -44,23 +47,30 @@ for size, session in versions.items():
     contents[size] = read()
 
 def check():
-    # One of the two, to the last byte. The manifest says when it was written, and receipts how long it took.
+    # One of the two, to the last byte. The manifest says when it was written.
     held = read()
     same = [s for s, c in contents.items() if {**c, "manifest.json": 0} == {**held, "manifest.json": 0}]
     assert len(same) == 1, sorted(held)
     return same[0]
 
-def die(at):
+def die(number):  # in a child, which opens what it saves itself
+    session, elsewhere = Session.load(sys.argv[4], sys.argv[1], n_threads=1), sys.argv[4] + ".first"
+    session.save(elsewhere)  # what is asked once is asked here
+    at = places_in(lambda: session.save(elsewhere), count)[number]
     with at_lines(lambda line: os.kill(os.getpid(), signal.SIGKILL) if line == at else None):
-        versions[900].save(path)
+        session.save(path)
+    os.kill(os.getpid(), signal.SIGKILL)  # it was some lines shorter this time
+
+versions[900].save(sys.argv[4])
 
 told = Counter()
-for at in places_in(lambda: versions[900].save(path), count):
+for number in range(count):
     versions[100].save(path)
     assert os.listdir(path.parent) == [path.name], os.listdir(path.parent)
     child = os.fork()
     if not child:
-        try: die(at)
+        try: die(number)
+        except BaseException: traceback.print_exc()
         finally: os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     names = os.listdir(path.parent)
@@ -78,7 +88,8 @@ print(json.dumps(told))
 
 
 def kill(model: Path, folder: Path, count: int) -> None:
-    done = python(KILLER, model, folder / "session.kv", str(count))
+    (folder / "there").mkdir()
+    done = python(KILLER, model, folder / "there" / "session.kv", str(count), folder / "source.kv")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["left a temporary file"] > count // 4
