@@ -20,22 +20,21 @@ KILLER = """
 import json, os, signal, sys, traceback
 from collections import Counter
 from pathlib import Path
-from edgekv import Engine, Model, Session, Settings
+from edgekv import Session, Settings
 from edgekv.store import Stored
 from helpers import at_lines, places_in, some_tokens
 
 path, count = Path(sys.argv[2]), int(sys.argv[3])
-settings = Settings(n_ctx=2304, n_batch=64, n_threads=1)
-engine = Engine(Model(sys.argv[1]), settings)
+settings = Settings(n_ctx=1024, n_batch=64, n_threads=1)
 versions = {}
 for size in (100, 900):  # small and large
-    with Session(engine) as session:
+    with Session(sys.argv[1], settings=settings) as session:
         session.append(some_tokens(size), name="old" if size == 100 else "new", tags=["x"])
         session.mask((20, 40))
         session.park((50, 60))
         session.logits()
         session.save(path)
-    versions[size] = Session.load(path, engine)
+    versions[size] = Session.load(path, sys.argv[1], n_threads=1)
 
 def read():
     with Stored(path) as stored:
