@@ -10,6 +10,7 @@ import click
 
 from edgekv.cli.models import fetch_with_bar
 from edgekv.cli.output import console, json_option, model_argument, print_json, progress, talk
+from edgekv.wording import count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -121,7 +122,7 @@ def _footnote(found: dict[str, Any]) -> str:
         f"\nFirst token: median of {mask['n']}, least-most. KL divergence (mean, nats) and same top token: against the "
         f"restart, over {mask['vs_restart']['n']} tokens of its own continuation. Noise floor "
         f"{found['noise']['kld_mean']:.4f}: the restart again with other batch boundaries. "
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['kv_type']} KV.\n"
+        f"{machine['cpu']}, {count(machine['threads'], 'thread')}, {machine['kv_type']} KV.\n"
     )
 
 

@@ -38,8 +38,9 @@ def header(data: dict[str, Any]) -> str:
     floor = data["noise"]["vs_restart"].get("kld_mean")
     noise = f" Noise floor: KL {floor:.4f}, the restart in other batches." if floor is not None else ""
     return (
-        f"{model['name']} ({model['file']}), {model['kv_type']} KV, {machine['cpu']}, {machine['threads']} threads, "
-        f"llama.cpp {machine['build']['llama_cpp']}. Workload {work['name']}: {count(work['cases'], 'case')}, "
+        f"{model['name']} ({model['file']}), {model['kv_type']} KV, {machine['cpu']}, "
+        f"{count(machine['threads'], 'thread')}, llama.cpp {machine['build']['llama_cpp']}. "
+        f"Workload {work['name']}: {count(work['cases'], 'case')}, "
         f"{work['compared']} of them compared token by token{lengths}; seed {data['settings']['seed']}."
         f"{noise}{cut}{notes}"
     )

@@ -134,7 +134,7 @@ class Result:
         """What was measured, where, and what a reader must know of it."""
         on, model, how = self.facts["machine"], self.facts["model"], self.facts["settings"]
         said = (
-            f"{model['name']} ({model['file']}), {model['kv_type']} KV, {on['cpu']}, {on['threads']} threads, "
+            f"{model['name']} ({model['file']}), {model['kv_type']} KV, {on['cpu']}, {count(on['threads'], 'thread')}, "
             f"llama.cpp {on['build']['llama_cpp']}. {count(self.num_turns, 'turn')} in {how['cells']:,} cells, "
             f"messages of {how['message_tokens']} tokens, answers of at most {how['max_tokens']}, lists trimmed to "
             f"{how['trim_to']:.0%} of the cache; seed {how['seed']}."

@@ -329,6 +329,7 @@ def test_a_restart_reads_suffix_and_question_in_one_go(llama: Model, monkeypatch
     point.close()
 
 
+@pytest.mark.slow
 def test_the_placebo_is_measured_by_its_own_restart(llama: Model) -> None:
     """It hides as much as the mask does; against the mask's restart it would differ by its content."""
     data = compare.run(llama, replace(QUICK, arms=("mask", "placebo"), cases=3, compared=3)).data
@@ -366,6 +367,7 @@ def test_peak_memory_is_counted_anew_for_every_arm() -> None:
         assert during - resident.peak() > 200e6
 
 
+@pytest.mark.slow
 def test_both_floors_are_noise(llama: Model) -> None:
     noise = compare.run(llama, QUICK).data["noise"]
     assert noise["vs_restart"]["kld_mean"] < 1e-3

@@ -373,7 +373,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 300) -> None:
 
 @needs_pip
 @needs_posix
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_interrupted_then_fetched_again(
     stalled: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, sign: signal.Signals
 ) -> None:

@@ -65,7 +65,10 @@ def run(name: str, model: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "summarise.py" else n for n in NAMES])
 def test_an_example_says_what_it_promises(name: str, smollm2_path: Path) -> None:
     said = run(name, smollm2_path)
     for fact, number in FACTS[name][1].items():

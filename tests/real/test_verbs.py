@@ -43,7 +43,7 @@ def test_a_fork_says_what_its_origin_says(model: Model) -> None:
             assert np.array_equal(fork.logits(), session.logits())
 
 
-@pytest.mark.parametrize("model", ["smollm2_path", pytest.param("gemma_path", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
 def test_a_replaced_text_read_again_equals_a_restart(model: Model) -> None:
     tokens, summary = tokens_of(model, 2, 350), tokens_of(model, 3, 60)
     before, old, after, compared = np.split(tokens, [100, 250, 286])
