@@ -188,6 +188,7 @@ def test_the_first_token_after_a_mask_obeys_it(model: Model) -> None:
         assert kl < 0.05 < numerics.kl_divergence(wanted[None], stale[None]).item()
 
 
+@pytest.mark.parametrize("model", ["smollm2_path", pytest.param("gemma_path", marks=pytest.mark.slow)], indirect=True)
 def test_masking_the_tail_equals_a_restart(model: Model) -> None:
     """KL 0: the same cells, the same positions, and the same reading afterwards."""
     cut = Cut.of(model, TEXTS[2])

@@ -39,6 +39,7 @@ def edited(model: Model, kv_type: str = "f16") -> Session:
     return session
 
 
+@pytest.mark.parametrize("model", ["smollm2_path", pytest.param("gemma_path", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("kv_type", ["f16", pytest.param("q8_0", marks=pytest.mark.slow)])
 def test_a_load_in_another_process_says_the_same(model: Model, tmp_path: Path, kv_type: str) -> None:
     with edited(model, kv_type) as session:
