@@ -47,7 +47,8 @@ class Generation:
     not.) ``text``, ``span`` and ``timings`` generate what is left first. Ctrl-C ends it as a verb does.
 
     Text never ends inside a character: where ``max_tokens`` cuts one, its bytes stay in the session and out of the
-    text, and the text of the next generation begins with the whole character.
+    text, and the text of the next generation begins with the whole character. A U+FFFD within a text is what the model
+    sampled: bytes that begin a character, and then others (SmolLM2 in Korean at temperature 1: 4 of 164 answers).
 
     ``finish_reason``: "end" (the model's own end token), "stop" (a stop string, which is taken out again),
     "length", or "closed".
