@@ -447,7 +447,8 @@ def _try_copying(model: Model) -> Layout:
         batch.fill([Chunk(0, 0, np.zeros(_TRIED, np.int32), "none")])
         if code := lib.llama_decode(context, batch.native):
             raise DecodeFailed(f"llama_decode returned {code}")
-        layout, blob = _recognised(_saved(context, 0))
+        blob = _saved(context, 0)
+        layout = _recognised(blob)
         part = state_blob.select(blob, 1, _TRIED - 1, cell_extra=layout.cell_extra)
         if lib.llama_state_seq_set_data(context, _bytes(part), len(part), 1) != len(part):
             raise AuditFailed("a part of what it has written is not taken back")
@@ -460,7 +461,7 @@ def _try_copying(model: Model) -> Layout:
         lib.llama_free(context)
 
 
-def _recognised(blob: Blob) -> tuple[Layout, Blob]:
+def _recognised(blob: Blob) -> Layout:
     """The layout under which a blob is that of the positions [0, _TRIED)."""
     wanted, why = np.arange(_TRIED), ""
     for extra in (0, _CELL_EXTRA):
@@ -470,7 +471,7 @@ def _recognised(blob: Blob) -> tuple[Layout, Blob]:
             why = str(err)
             continue
         if held and all(np.array_equal(cache, wanted) for cache in held):
-            return Layout(extra, state_blob.matrices(blob, cell_extra=extra)), blob
+            return Layout(extra, state_blob.matrices(blob, cell_extra=extra))
         why = "its positions are others"
     raise AuditFailed(why)
 

@@ -268,11 +268,6 @@ class Ledger:
         ids = [o.cell for o in originals]
         return np.concatenate([columns.cell[columns.in_cells], np.asarray(ids, np.int32)])
 
-    def own(self, row: int) -> None:
-        """The token's cell is a copy that nobody else holds, as it turned out."""
-        self.shares.release(self.columns.cell[row : row + 1])
-        self._have_cells(np.asarray([row]), PRIVATE)
-
     def _have_cells(self, rows: npt.NDArray[np.intp], cells: Ids | int) -> None:
         columns = self._columns.copy()
         columns.cell[rows] = cells
